@@ -38,22 +38,25 @@ PARTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 where a contestant failed."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    asked = _arguments(given)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that contestants are ended too
+    """Return the exit status: 1 if a contestant failed."""
+    asked = _arguments(sys.argv[1:] if argv is None else argv)
+    # An exception instead of the signal's default, so that contestants are ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     about = Asked(asked.rounds, asked.data_root)
-    done: list[Part] = []
+    has_failed = False
     for name in asked.only:
         print(name, file=sys.stderr, flush=True)
-        module = importlib.import_module(f"benchmarks.{name}")  # some import torch: only when it is their turn
+        # Some of these modules import torch, so each only when it is its turn.
+        module = importlib.import_module(f"benchmarks.{name}")
         rounds = about.rounds_or(module.ROUNDS)
         part = Part(name, tuple(module.rows(about)), provenance(name, rounds=rounds))
-        print("\n".join(map(str, part.rows)), flush=True)
-        done.append(part)
+        for row in part.rows:
+            print(row, flush=True)
+            if "failed" in (row.ours, row.theirs):
+                has_failed = True
         if not asked.print:
             RESULTS.write_text(with_parts(RESULTS.read_text(), [part], order=PARTS))
-    return int(any("failed" in (row.ours, row.theirs) for part in done for row in part.rows))
+    return 1 if has_failed else 0
 
 
 def _arguments(given: Sequence[str]) -> argparse.Namespace:

@@ -34,7 +34,8 @@ from benchmarks.marks import FOLDER, GO_ON
 ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 600.0
 _END_TIMEOUT_S = 10.0
-_SHOWN_OF_OUTPUT = 3000  # characters
+_MAX_OUTPUT_CHARS = 3000
+"""Characters of a contestant's output that are shown if it fails."""
 
 
 class ContestError(Exception):
@@ -43,20 +44,26 @@ class ContestError(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """arguments: of Python. needs: a package that may be missing. environment: variables, with their values."""
+    """A Python command that is measured."""
 
     name: str
+    # Python's arguments.
     arguments: tuple[str, ...]
+    # A package that may be missing.
     needs: str | None = None
+    # Environment variables with their values.
     environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """reports: of each process that left one. begun: time on the wall. seconds: until the command had ended."""
+    """What a contestant left."""
 
+    # The figures of each process that left some.
     reports: tuple[Mapping[str, Any], ...]
+    # When the command was started, by `time.time`.
     begun: float
+    # Until the command had ended.
     seconds: float
 
     def worst(self, key: str) -> float:
@@ -68,16 +75,20 @@ class Outcome:
 
 @dataclass
 class Contest:
-    """figures: for each contestant one figure a round. absent: contestant → why it has none."""
+    """The figures of all contestants."""
 
+    # Contestant → one figure for each round.
     figures: dict[str, list[float]] = field(default_factory=dict)
+    # Contestant → why it has none.
     absent: dict[str, str] = field(default_factory=dict)
 
 
 def ours(name: str, *overrides: str) -> Contestant:
     """The framework's command, all defaults on but for what `overrides` say; on the CPU unless they name GPUs."""
-    device = () if any(text.startswith("trainer.gpus=") for text in overrides) else ("trainer.gpus=0",)
-    return Contestant(name, ("-m", "framework", *device, *overrides))
+    arguments = ["-m", "framework"]
+    if not any(text.startswith("trainer.gpus=") for text in overrides):
+        arguments.append("trainer.gpus=0")
+    return Contestant(name, (*arguments, *overrides))
 
 
 def callback(name: str, **settings: float) -> tuple[str, ...]:
@@ -88,11 +99,10 @@ def callback(name: str, **settings: float) -> tuple[str, ...]:
 
 def peer(name: str, module: str, *arguments: str, needs: str | None = None, torchrun: int | None = None) -> Contestant:
     """A module of `benchmarks.peers`. torchrun: started by it with so many processes."""
-    own = ("-m", f"benchmarks.peers.{module}", *arguments)
-    if torchrun is None:
-        return Contestant(name, own, needs)
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}")
-    return Contestant(name, (*launcher, *own), needs)
+    command = ("-m", f"benchmarks.peers.{module}", *arguments)
+    if torchrun is not None:
+        command = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}", *command)
+    return Contestant(name, command, needs)
 
 
 def run(
@@ -114,7 +124,8 @@ def run(
         master, slave = _terminal()
         printed: deque[str] = deque(maxlen=50)
         reader = threading.Thread(target=_drain, args=(master, printed), daemon=True)
-        begun, clock = time.time(), time.perf_counter()
+        begun = time.time()
+        began_s = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, *contestant.arguments],
             cwd=name,
@@ -133,7 +144,7 @@ def run(
             if at_hold is not None:
                 _look(process, folder, at_hold=at_hold, holding=holding)
             status = process.wait()
-            seconds = time.perf_counter() - clock
+            seconds = time.perf_counter() - began_s
         finally:
             watchdog.cancel()
             if process.poll() is None:
@@ -141,11 +152,11 @@ def run(
             reader.join(timeout=1.0)
             if not reader.is_alive():
                 os.close(master)
-        found = tuple(json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))
-    if status != 0 or (reports and not found):
-        text = "".join(printed)[-_SHOWN_OF_OUTPUT:]
-        raise ContestError(f"{contestant.name}: exit status {status}, {len(found)} reports\n{text}")
-    return Outcome(found, begun, seconds)
+        figures = tuple(json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))
+    if status != 0 or (reports and not figures):
+        text = "".join(printed)[-_MAX_OUTPUT_CHARS:]
+        raise ContestError(f"{contestant.name}: exit status {status}, {len(figures)} reports\n{text}")
+    return Outcome(figures, begun, seconds)
 
 
 def take_turns(
@@ -160,11 +171,11 @@ def take_turns(
     until: of `time.monotonic`; after the first round none is begun that would last longer than that.
     One whose package is missing is left out, and so is one that has failed, from then on and with all its figures.
     """
-    absent = {
-        each.name: "not installed"
-        for each in contestants
-        if each.needs is not None and importlib.util.find_spec(each.needs) is None
-    }
+    absent: dict[str, str] = {}
+    for contestant in contestants:
+        if contestant.needs is not None and importlib.util.find_spec(contestant.needs) is None:
+            absent[contestant.name] = "not installed"
+
     contests: dict[str, Contest] = {}
     round_s = 0.0
     for number in range(rounds):
@@ -172,19 +183,20 @@ def take_turns(
         if number and began + round_s > until:
             break
         first = number % len(contestants)
-        for each in (*contestants[first:], *contestants[:first]):
-            if each.name in absent:
+        for contestant in (*contestants[first:], *contestants[:first]):
+            name = contestant.name
+            if name in absent:
                 continue
             try:
-                figures = measure(each)
+                figures = measure(contestant)
             except ContestError as error:
                 print(error, file=sys.stderr, flush=True)
-                absent[each.name] = "failed"
+                absent[name] = "failed"
                 continue
             shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
-            print(f"  round {number + 1} of {rounds}: {each.name}: {shown}", file=sys.stderr, flush=True)
+            print(f"  round {number + 1} of {rounds}: {name}: {shown}", file=sys.stderr, flush=True)
             for key, value in figures.items():
-                contests.setdefault(key, Contest()).figures.setdefault(each.name, []).append(value)
+                contests.setdefault(key, Contest()).figures.setdefault(name, []).append(value)
         round_s = time.monotonic() - began
     for contest in contests.values():
         contest.absent = absent
@@ -200,10 +212,13 @@ class Target:
     at_least: bool = False
 
     def is_reached(self, ratio: float) -> bool:
-        return ratio >= self.limit if self.at_least else ratio <= self.limit
+        if self.at_least:
+            return ratio >= self.limit
+        return ratio <= self.limit
 
     def __str__(self) -> str:
-        return f"{'≥' if self.at_least else '≤'} {self.limit:.2f}"
+        sign = "≥" if self.at_least else "≤"
+        return f"{sign} {self.limit:.2f}"
 
 
 @dataclass(frozen=True)
@@ -216,11 +231,13 @@ class Unit:
 
     def show(self, values: Sequence[float]) -> str:
         """The median, and the range where there are several."""
-        low, middle, high = (
-            f"{value * self.factor:,.{self.decimals}f}"
-            for value in (min(values), statistics.median(values), max(values))
-        )
-        return f"{middle} {self.name}" if len(values) == 1 else f"{middle} ({low}–{high}) {self.name}"
+        middle = self._show(statistics.median(values))
+        if len(values) == 1:
+            return f"{middle} {self.name}"
+        return f"{middle} ({self._show(min(values))}–{self._show(max(values))}) {self.name}"
+
+    def _show(self, value: float) -> str:
+        return f"{value * self.factor:,.{self.decimals}f}"
 
 
 @dataclass(frozen=True)
@@ -250,24 +267,34 @@ def compare(
     goal = "–" if target is None else str(target)
     if contest is None:
         return Row(part, claim, "failed", "failed", target=goal)
-    first, second = (
-        unit.show(contest.figures[name]) if name in contest.figures else contest.absent.get(name, "–") for name in names
-    )
+    cells = []
+    for name in names:
+        if name in contest.figures:
+            cells.append(unit.show(contest.figures[name]))
+        else:
+            cells.append(contest.absent.get(name, "–"))
+    ours_cell, theirs_cell = cells
     if not all(name in contest.figures for name in names):
-        return Row(part, claim, first, second, target=goal)
-    pairs = zip(contest.figures[names[0]], contest.figures[names[1]], strict=True)
-    ratios = [one / other for one, other in pairs]
+        return Row(part, claim, ours_cell, theirs_cell, target=goal)
+
+    our_figures = contest.figures[names[0]]
+    their_figures = contest.figures[names[1]]
+    ratios = [our / their for our, their in zip(our_figures, their_figures, strict=True)]
     ratio = statistics.median(ratios)
-    reached = "–" if target is None else "yes" if target.is_reached(ratio) else "no"
     spread = "" if len(ratios) == 1 else f" ({min(ratios):.2f}–{max(ratios):.2f})"
-    return Row(part, claim, first, second, f"{ratio:.2f}{spread}", goal, reached)
+    reached = "–"
+    if target is not None:
+        reached = "yes" if target.is_reached(ratio) else "no"
+    return Row(part, claim, ours_cell, theirs_cell, f"{ratio:.2f}{spread}", goal, reached)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """rounds: None: each part's own number. data_root: MNIST's files."""
+    """What the command was asked for."""
 
+    # None: each part has its own number of rounds.
     rounds: int | None
+    # The folder of MNIST's files.
     data_root: Path
 
     def rounds_or(self, default: int) -> int:
@@ -278,11 +305,13 @@ def _look(
     process: subprocess.Popen[bytes], reports: Path, *, at_hold: Callable[[int, list[int]], None], holding: int
 ) -> None:
     """Wait until so many hold still, look at them, and let them go on; return early where the command has ended."""
-    while len(found := list(reports.glob("*.json"))) < holding:
+    files = list(reports.glob("*.json"))
+    while len(files) < holding:
         if process.poll() is not None:
             return
         time.sleep(0.05)
-    at_hold(process.pid, [int(file.stem) for file in found])
+        files = list(reports.glob("*.json"))
+    at_hold(process.pid, [int(file.stem) for file in files])
     (reports / GO_ON).touch()
 
 
@@ -299,7 +328,8 @@ def _terminal() -> tuple[int, int]:
 
 
 def _drain(master: int, printed: deque[str]) -> None:
-    with suppress(OSError):  # the kernel's answer once nobody has the other end any more
+    # The kernel answers with an error once nobody has the other end any more.
+    with suppress(OSError):
         while data := os.read(master, 65536):
             printed.append(data.decode(errors="replace"))
 

@@ -138,8 +138,7 @@ def make_run(folder: Path) -> Path:
 def corrupt_and_resume(original: Path, copy: Path, draw: random.Random, *, server: ForkServer, right: Any) -> str:
     """Return `FILE CORRUPTION: OUTCOME`; a bad outcome begins with a word in capitals."""
     shutil.copytree(original, copy, symlinks=True)
-    files = sorted(file for file in copy.rglob("*") if file.is_file() and not file.is_symlink())
-    files = [file for file in files if not any(parent.is_symlink() for parent in file.parents)]
+    files = [file for file in sorted(copy.rglob("*")) if file.is_file() and not _is_linked(file)]
     file = draw.choice(files)
     corrupt = draw.choice(CORRUPTIONS)
     corrupt(file, draw)
@@ -150,6 +149,11 @@ def corrupt_and_resume(original: Path, copy: Path, draw: random.Random, *, serve
             path.unlink()
     shutil.rmtree(copy)
     return f"{name} {corrupt.__name__}: {outcome}"
+
+
+def _is_linked(file: Path) -> bool:
+    """Return True if the file, or a folder above it, is a symlink."""
+    return any(path.is_symlink() for path in (file, *file.parents))
 
 
 def resume(run: Path, *, server: ForkServer, right: Any) -> str:
@@ -214,7 +218,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what ranks print
+    # What ranks print goes nowhere.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     server = ForkServer(PRELOAD)
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -32,7 +32,8 @@ from tests.helpers.trouble import EVERY, PHASES, Fault
 
 ALLOWED_S = 10.0
 LATE_AFTER_S = 1.0
-_START_S = 240.0  # for a run without trouble: many ranks may share few cores
+# For a run without trouble: many ranks may share few cores.
+_START_S = 240.0
 _GONE_S = 5.0
 
 
@@ -41,8 +42,10 @@ class Expected(NamedTuple):
 
     kind: str
     signal: str | None = None
-    exception: str | None = None  # part of it
-    waits: bool = False  # others notice it only by the time-out
+    # A part of the exception's text.
+    exception: str | None = None
+    # The others notice it only by the time-out.
+    waits: bool = False
 
 
 FAULTS = {
@@ -59,11 +62,12 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run. timeout_s: `backend.timeout`."""
+    """One run."""
 
     seed: int
     num_processes: int
     fault: Fault
+    # backend.timeout.
     timeout_s: float
 
     def __str__(self) -> str:
@@ -75,23 +79,29 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """wrong: one line for each thing that wasn't as it must be. latency_s: None where there was no report."""
+    """How a run ended."""
 
     case: Case
+    # One line for each thing that wasn't as it must be.
     wrong: tuple[str, ...]
+    # From the fault to the report; None if there was none.
     latency_s: float | None
 
 
 def draw(seed: int, *, processes: tuple[int, int], whats: Sequence[str], timeout_s: float) -> Case:
-    """The case of a seed: always the same one."""
+    """Return the case of a seed: always the same one."""
     choose = random.Random(seed)
     num_processes = choose.randint(*processes)
     phase = choose.choice(PHASES)
-    step = (
-        choose.choice((EVERY, 2 * EVERY)) if phase in ("evaluate", "checkpoint") else choose.randint(2, 3 * EVERY - 1)
-    )
-    what, rank = choose.choice(list(whats)), choose.randrange(num_processes)
-    seconds = choose.uniform(0.3, 0.6) * timeout_s if what == "delay" else 600.0
+    if phase in ("evaluate", "checkpoint"):
+        step = choose.choice((EVERY, 2 * EVERY))
+    else:
+        step = choose.randint(2, 3 * EVERY - 1)
+    what = choose.choice(list(whats))
+    rank = choose.randrange(num_processes)
+    seconds = 600.0
+    if what == "delay":
+        seconds = choose.uniform(0.3, 0.6) * timeout_s
     return Case(seed, num_processes, Fault(what, rank=rank, phase=phase, step=step, seconds=seconds), timeout_s)
 
 
@@ -112,7 +122,8 @@ def run(case: Case) -> Result:
                 status = started.wait(timeout=_START_S + case.timeout_s + ALLOWED_S)
                 wrong, latency_s = _judge(case, folder, status=status, printed=started.stderr())
                 started.assert_all_gone(within_s=_GONE_S)
-            except AssertionError as error:  # still running, or something is left
+            # It is still running, or something is left.
+            except AssertionError as error:
                 return Result(case, (str(error),), None)
             if wrong:
                 wrong.append(started.printed())
@@ -128,7 +139,9 @@ def _judge(case: Case, folder: Path, *, status: int, printed: str) -> tuple[list
         return list(_wrong_without_failure(case, status=status, report=file, printed=printed)), None
     if not file.exists():
         return [f"exit status {status} and no failure.json"], None
-    latency_s = file.stat().st_mtime - done["time"] - (case.timeout_s if FAULTS[case.fault.what].waits else 0.0)
+    latency_s = file.stat().st_mtime - done["time"]
+    if FAULTS[case.fault.what].waits:
+        latency_s -= case.timeout_s
     wrong = list(wrong_in_report(case, json.loads(file.read_text())["first"], done=done))
     if status != 1:
         wrong.append(f"exit status {status}")
@@ -183,8 +196,9 @@ def table(results: Sequence[Result]) -> str:
         some = [result for result in results if what in ("all", result.case.fault.what)]
         if some:
             right = sum(not result.wrong for result in some)
-            slowest = max((result.latency_s for result in some if result.latency_s is not None), default=None)
-            lines.append(f"| {what} | {len(some)} | {right} | {'–' if slowest is None else f'{slowest:.1f}'} |")
+            latencies_s = [result.latency_s for result in some if result.latency_s is not None]
+            slowest = f"{max(latencies_s):.1f}" if latencies_s else "–"
+            lines.append(f"| {what} | {len(some)} | {right} | {slowest} |")
     return "\n".join(lines)
 
 
@@ -198,12 +212,14 @@ def main() -> int:
     for result in run_all(cases, workers=asked.workers):
         results.append(result)
         took = "" if result.latency_s is None else f" {result.latency_s:.1f} s"
-        print(f"{'WRONG' if result.wrong else 'right'} {result.case}{took}", flush=True)
+        word = "WRONG" if result.wrong else "right"
+        print(f"{word} {result.case}{took}", flush=True)
         for line in result.wrong:
             print(f"  {line}", flush=True)
     print(table(results))
     same = f"--processes {'-'.join(map(str, asked.processes))} --timeout {asked.timeout:g}"
-    same += f" --only {asked.only}" if asked.only else ""
+    if asked.only:
+        same += f" --only {asked.only}"
     wrong = [result.case for result in results if result.wrong]
     for case in wrong:
         print(f"wrong: {case}: python -m benchmarks.failures --runs 1 --seed {case.seed} {same}")

@@ -11,11 +11,17 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `prove_gpu` imports the prefix where pytest may be missing
+# `prove_gpu` imports the prefix on a machine that may not have pytest.
+if TYPE_CHECKING:
     import pytest
 
 PREFIX = "prove_gpu event: "
-_RANKS = ("passed", "skipped", "failed", "error")  # the worst of its phases is a test's outcome
+
+# The worst outcome of its phases is a test's outcome.
+_FROM_BEST_TO_WORST = ("passed", "skipped", "failed", "error")
+
+# The reports on the phases of the test that is running.
+_reports: list[pytest.TestReport] = []
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
@@ -28,7 +34,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    outcome = max(map(_outcome, _reports), key=_RANKS.index, default="error")
+    outcome = max(map(_outcome, _reports), key=_FROM_BEST_TO_WORST.index, default="error")
     texts = [_text(report) for report in _reports if not report.passed]
     seconds = sum(report.duration for report in _reports)
     _tell(ends=nodeid, outcome=outcome, seconds=seconds, text="\n".join(texts))
@@ -43,11 +49,10 @@ def pytest_internalerror(excrepr: object) -> None:
     _tell(ends="pytest", outcome="error", seconds=0.0, text=str(excrepr))
 
 
-_reports: list[pytest.TestReport] = []  # of the phases of the test that is running
-
-
 def _outcome(report: pytest.TestReport) -> str:
-    return "error" if report.failed and report.when != "call" else report.outcome
+    if report.failed and report.when != "call":
+        return "error"
+    return report.outcome
 
 
 def _text(report: pytest.TestReport) -> str:

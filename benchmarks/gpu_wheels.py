@@ -27,8 +27,10 @@ from pip._vendor.packaging.utils import canonicalize_name
 REQUIREMENTS = Path(__file__).with_name("gpu_wheels.txt")
 _ONLY_SOURCE = "antlr4-python3-runtime"
 _TORCH = "torch"
-_TOO_LARGE = {"numpy"}  # torchvision needs it, so it is there
-_CUDA = ("nvidia-", "cuda-")  # extras of packages that torch needs
+# torchvision needs it, so it is there.
+_TOO_LARGE = {"numpy"}
+# Extras of packages that torch needs.
+_CUDA = ("nvidia-", "cuda-")
 _LISTED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*?)(?:==| @ |\s+)(?P<version>\d\S*)")
 
 
@@ -38,7 +40,8 @@ class Package:
 
     name: str
     version: str
-    needs: frozenset[str]  # names, without those of its extras
+    # The names of other packages, without those of its extras.
+    needs: frozenset[str]
 
 
 def read_requirements() -> dict[str, Requirement]:

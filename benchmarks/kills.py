@@ -41,25 +41,36 @@ from tests.helpers.network import Host, network
 from tests.helpers.slurm import Cluster, cluster
 from tests.helpers.trouble import Fault
 
-ROLES = {  # by the number of ancestors in the run
+# The processes of a run, by the number of their ancestors in it.
+ROLES = {
     "local": ("command", "fork server", "run server", "rank", "worker"),
     "nodes": ("command", "fork server", "run server", "rank", "worker"),
     "torchrun": ("torchrun", "rank", "worker"),
     "srun": ("rank", "worker"),
     "plain": ("torchrun", "rank"),
 }
-TIMEOUT_S, INIT_TIMEOUT_S = 8.0, 30.0
-ENDS_S = INIT_TIMEOUT_S + 60.0  # a node may wait for one that is gone, and then for its report
+TIMEOUT_S = 8.0
+INIT_TIMEOUT_S = 30.0
+# A node may wait for one that is gone, and then for its report.
+ENDS_S = INIT_TIMEOUT_S + 60.0
 GONE_S = 20.0
-_REPLACED_S = 10.0  # by then the ranks of another fork server train
+# By then the ranks of another fork server train.
+_REPLACED_S = 10.0
 _START_S = 240.0
 FRAMEWORK = (
-    *(sys.executable, "-m", "framework", "recipe=trouble", "data.num_workers=1"),
-    *(f"backend.timeout={TIMEOUT_S}", f"backend.init_timeout={INIT_TIMEOUT_S}"),
+    sys.executable,
+    "-m",
+    "framework",
+    "recipe=trouble",
+    "data.num_workers=1",
+    f"backend.timeout={TIMEOUT_S}",
+    f"backend.init_timeout={INIT_TIMEOUT_S}",
 )
 ENDLESS = (
-    *("trainer.max_steps=1000000", "trainer.max_epochs=1000000"),
-    *("trainer.val_check_interval=1000", "checkpoint.every_n_steps=1000"),
+    "trainer.max_steps=1000000",
+    "trainer.max_epochs=1000000",
+    "trainer.val_check_interval=1000",
+    "checkpoint.every_n_steps=1000",
 )
 PLAIN = """
 import sys, time, torch
@@ -75,24 +86,30 @@ distributed.destroy_process_group()
 
 @dataclass(frozen=True)
 class Case:
-    """share: of the time that an uninterrupted run takes, when the kill comes."""
+    """One run."""
 
     seed: int
     launcher: str
+    # The run never ends by itself.
     endless: bool
+    # When the kill comes, as a share of the time that an uninterrupted run takes.
     share: float
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: {self.launcher}, {'endless' if self.endless else 'short'}, at {self.share:.2f}"
+        length = "endless" if self.endless else "short"
+        return f"seed {self.seed}: {self.launcher}, {length}, at {self.share:.2f}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """role: of the process that was killed, "" if the run had ended before. wrong: a line for each thing."""
+    """How a run ended."""
 
     case: Case
+    # What was killed; empty if the run had ended before.
     role: str
+    # From the kill until no process was left.
     seconds: float
+    # One line for each thing that wasn't as it must be.
     wrong: tuple[str, ...]
 
 
@@ -100,7 +117,8 @@ def draw(seed: int, launcher: str) -> Case:
     """Return the case of a seed: always the same one."""
     choose = random.Random(seed)
     endless = choose.random() < 2 / 3
-    return Case(seed, launcher, endless, choose.uniform(0.0, 1.2) if endless else choose.uniform(0.6, 1.0))
+    share = choose.uniform(0.0, 1.2) if endless else choose.uniform(0.6, 1.0)
+    return Case(seed, launcher, endless, share)
 
 
 @final
@@ -123,10 +141,10 @@ class Machines:
         """Return how long an uninterrupted run takes."""
         if launcher not in self._seconds:
             with self.commands(launcher, endless=False) as (commands, _):
-                begin = time.monotonic()
-                for each in commands:
-                    assert each.wait(timeout=_START_S) == 0, each.printed()
-                self._seconds[launcher] = time.monotonic() - begin
+                began_s = time.monotonic()
+                for command in commands:
+                    assert command.wait(timeout=_START_S) == 0, command.printed()
+                self._seconds[launcher] = time.monotonic() - began_s
         return self._seconds[launcher]
 
     @contextmanager
@@ -136,7 +154,7 @@ class Machines:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
             trouble.write_recipe(folder, Fault(pause=0.05))
             (folder / "plain.py").write_text(PLAIN)
-            framework = (*FRAMEWORK, *(ENDLESS if endless else ()))
+            framework = FRAMEWORK + ENDLESS if endless else FRAMEWORK
             torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
             if launcher == "local":
                 contexts = [started_program(*framework, "topology.procs_per_node=2", cwd=folder)]
@@ -153,62 +171,77 @@ class Machines:
                 ]
             else:
                 meet = ("--nnodes=2", f"--master-addr={self.hosts[0].address}", "--master-port=29400")
-                script = ("plain.py", *(["endless"] if endless else []))
+                script = ("plain.py", "endless") if endless else ("plain.py",)
                 contexts = [
                     host.started(*torchrun, *meet, f"--node-rank={node}", *script, cwd=folder)
                     for node, host in enumerate(self.hosts)
                 ]
-            yield [stack.enter_context(each) for each in contexts], folder
+            yield [stack.enter_context(context) for context in contexts], folder
 
 
 def run(case: Case, machines: Machines, *, only: str | None) -> Result:
     """Do it in a folder of its own, and judge it."""
     choose = random.Random(case.seed)
     pause_s = case.share * machines.seconds(case.launcher)
-    role, killed_s = "", time.monotonic()
+    role = ""
+    killed_s = time.monotonic()
     with machines.commands(case.launcher, endless=case.endless) as (commands, folder):
         try:
             time.sleep(pause_s)
-            found = _processes(case.launcher, commands)
-            while not (found if only is None else only in found) and any(_runs(each) for each in commands):
-                time.sleep(0.05)
-                found = _processes(case.launcher, commands)
-            if found and (only is None or only in found):
-                role = only or choose.choice(sorted(found))
+            processes = _wait_for(only, case.launcher, commands)
+            if processes:
+                role = choose.choice(sorted(processes))
                 with suppress(psutil.NoSuchProcess):
-                    choose.choice(found[role]).kill()
+                    choose.choice(processes[role]).kill()
             killed_s = time.monotonic()
+            # Such a run goes on, and must end at a Ctrl-C.
             if role == "fork server" and case.endless:
                 time.sleep(_REPLACED_S)
-                for each in commands:
-                    each.process.send_signal(signal.SIGINT)
-            statuses = [each.wait(timeout=ENDS_S) for each in commands]
-            for each in commands:
-                each.assert_all_gone(within_s=GONE_S)
+                for command in commands:
+                    command.process.send_signal(signal.SIGINT)
+            statuses = [command.wait(timeout=ENDS_S) for command in commands]
+            for command in commands:
+                command.assert_all_gone(within_s=GONE_S)
         except AssertionError as error:
             return Result(case, role, time.monotonic() - killed_s, (str(error),))
         seconds = time.monotonic() - killed_s
         if 0 in statuses and case.launcher != "plain" and not _is_finished(folder):
-            printed = "\n".join(each.printed() for each in commands)
+            printed = "\n".join(command.printed() for command in commands)
             return Result(case, role, seconds, (f"exit statuses {statuses}, though it hadn't finished", printed))
         return Result(case, role, seconds, ())
 
 
+def _wait_for(only: str | None, launcher: str, commands: Sequence[Started]) -> dict[str, list[psutil.Process]]:
+    """Return the processes of a run by their roles, once there are some; only: those of this role.
+
+    They are none if the run has ended.
+    """
+    while True:
+        processes = _processes(launcher, commands)
+        if only is not None:
+            processes = {role: found for role, found in processes.items() if role == only}
+        if processes or not any(_runs(command) for command in commands):
+            return processes
+        time.sleep(0.05)
+
+
 def _processes(launcher: str, commands: Sequence[Started]) -> dict[str, list[psutil.Process]]:
     """Return the living Python processes of a run by their roles; others are srun's, or ask git for a commit."""
-    found: dict[str, list[psutil.Process]] = {}
+    by_role: dict[str, list[psutil.Process]] = {}
     for started in commands:
-        processes = {each.pid: each for each in started.processes()}
-        for process in processes.values():
+        processes = started.processes()
+        pids = {process.pid for process in processes}
+        for process in processes:
             try:
-                if "python" not in "".join(process.cmdline()[:1]):  # torch gives some of its processes other names
+                # Torch gives some of its processes other names.
+                if "python" not in "".join(process.cmdline()[:1]):
                     continue
-                depth = sum(each.pid in processes for each in process.parents())
+                depth = sum(parent.pid in pids for parent in process.parents())
             except psutil.NoSuchProcess:
                 continue
             if depth < len(ROLES[launcher]):
-                found.setdefault(ROLES[launcher][depth], []).append(process)
-    return found
+                by_role.setdefault(ROLES[launcher][depth], []).append(process)
+    return by_role
 
 
 def _runs(started: Started) -> bool:
@@ -221,18 +254,27 @@ def _is_finished(folder: Path) -> bool:
 
 def table(results: Sequence[Result]) -> str:
     """Return Markdown: per launcher and kind of process how many runs were right, and how long they took to end."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in sorted(results, key=_place):
+        groups.setdefault((result.case.launcher, result.role), []).append(result)
+
     lines = ["| launcher | killed | runs | right | median, s | slowest, s |", "|---|---|---|---|---|---|"]
-    for launcher, role in dict.fromkeys((each.case.launcher, each.role) for each in sorted(results, key=_place)):
-        some = [each for each in results if (each.case.launcher, each.role) == (launcher, role)]
-        right, seconds = sum(not each.wrong for each in some), [each.seconds for each in some]
-        times = f"{median(seconds):.1f} | {max(seconds):.1f}" if role else "– | –"
-        lines.append(f"| {launcher} | {role or 'nothing: it had ended'} | {len(some)} | {right} | {times} |")
+    for (launcher, role), group in groups.items():
+        num_right = sum(not result.wrong for result in group)
+        killed = role or "nothing: it had ended"
+        times = "– | –"
+        if role:
+            seconds = [result.seconds for result in group]
+            times = f"{median(seconds):.1f} | {max(seconds):.1f}"
+        lines.append(f"| {launcher} | {killed} | {len(group)} | {num_right} | {times} |")
     return "\n".join(lines)
 
 
 def _place(result: Result) -> tuple[int, int]:
-    roles = ROLES[result.case.launcher]
-    return list(ROLES).index(result.case.launcher), roles.index(result.role) if result.role else len(roles)
+    """Return where a result stands in the table: by launcher and role, those without a kill last."""
+    launcher = result.case.launcher
+    roles = [*ROLES[launcher], ""]
+    return list(ROLES).index(launcher), roles.index(result.role)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -245,12 +287,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             for seed in range(asked.seed, asked.seed + asked.runs):
                 result = run(draw(seed, launcher), machines, only=asked.only)
                 results.append(result)
-                what = f"{result.role or 'nothing'} killed, {result.seconds:.1f} s"
-                print(f"{'WRONG' if result.wrong else 'right'} {result.case}: {what}", flush=True)
+                word = "WRONG" if result.wrong else "right"
+                killed = result.role or "nothing"
+                print(f"{word} {result.case}: {killed} killed, {result.seconds:.1f} s", flush=True)
                 for line in result.wrong:
                     print(f"  {line}", flush=True)
     print(table(results))
-    return int(any(each.wrong for each in results))
+    return 1 if any(result.wrong for result in results) else 0
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -258,7 +301,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=60, help="with each launcher")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next one has the next number")
     parser.add_argument("--launchers", type=some_of(ROLES), default=["local", "nodes", "torchrun", "srun"])
-    parser.add_argument("--only", choices=sorted({role for roles in ROLES.values() for role in roles}))
+    parser.add_argument("--only", choices=sorted(set().union(*ROLES.values())))
     return parser.parse_args(argv)
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from framework.types import EvalInfo, FitInfo, StepInfo, Stop
 
 FOLDER = "BENCHMARK_REPORTS"
-GO_ON = "go_on"  # a file in that folder: whoever holds still may go on
+GO_ON = "go_on"
+"""A file in that folder: whoever holds still may go on."""
+
 _HOLD_TIMEOUT_S = 300.0
 
 
@@ -43,9 +45,13 @@ def hold() -> None:
 class Stopwatch:
     """Reports what a step takes after `warm_up` others: call `tick` at the end of each, until `is_done`.
 
-    wall_s and cpu_s (of all threads) are means over the steps; begun and ended are times of the clock on the wall.
-    steps: how many are timed. seconds: more are, if these take less. synchronize: waits until a device has done what it
-    was asked to.
+    It reports wall_s and cpu_s (of all threads), means over the steps, and begun and ended, by `time.time`.
+
+    Args:
+        warm_up: Steps that aren't timed.
+        steps: Steps that are timed.
+        seconds: Time more steps, if these take less than this.
+        synchronize: Waits until the device has done all that it was asked to.
     """
 
     def __init__(
@@ -59,19 +65,31 @@ class Stopwatch:
         self._first = warm_up
         self._seconds = seconds
         self._count = 0
-        self._begun = self._wall = self._cpu = 0.0
+        # When the first timed step began, by three clocks.
+        self._begun = 0.0
+        self._began_wall_s = 0.0
+        self._began_cpu_s = 0.0
 
     def tick(self) -> None:
         self._count += 1
         if self._count == self._first:
             self._wait()
-            self._begun, self._wall, self._cpu = time.time(), time.perf_counter(), time.process_time()
-        elif self._count >= self.last and not self.is_done and time.perf_counter() - self._wall >= self._seconds:
+            self._begun = time.time()
+            self._began_wall_s = time.perf_counter()
+            self._began_cpu_s = time.process_time()
+        elif self._count >= self.last and not self.is_done and self._has_lasted():
             self.is_done = True
-            self._wait()
-            wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
-            steps = self._count - self._first
-            report(wall_s=wall / steps, cpu_s=cpu / steps, steps=steps, begun=self._begun, ended=time.time())
+            self._report()
+
+    def _has_lasted(self) -> bool:
+        return time.perf_counter() - self._began_wall_s >= self._seconds
+
+    def _report(self) -> None:
+        self._wait()
+        wall_s = time.perf_counter() - self._began_wall_s
+        cpu_s = time.process_time() - self._began_cpu_s
+        steps = self._count - self._first
+        report(wall_s=wall_s / steps, cpu_s=cpu_s / steps, steps=steps, begun=self._begun, ended=time.time())
 
     def _wait(self) -> None:
         if self.synchronize is not None:
@@ -87,8 +105,8 @@ class Clock:
         self._tick = self._stopwatch.tick
         self._ends_run = seconds > 0
 
-    def on_train_step_end(self, report: StepInfo) -> Stop | None:
-        if report.step == 1 and report.loss.is_cuda:
+    def on_train_step_end(self, info: StepInfo) -> Stop | None:
+        if info.step == 1 and info.loss.is_cuda:
             from torch import cuda
 
             self._stopwatch.synchronize = cuda.synchronize
@@ -104,8 +122,8 @@ class Clock:
 class FirstStep:
     """Reports when the first step of a run of ours was done."""
 
-    def on_train_step_end(self, now: StepInfo) -> None:
-        if now.step == 1:
+    def on_train_step_end(self, info: StepInfo) -> None:
+        if info.step == 1:
             report(first_step=time.time())
 
 
@@ -116,9 +134,26 @@ class Hold:
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def on_train_step_end(self, now: StepInfo) -> None:
-        if now.step == self._step:
+    def on_train_step_end(self, info: StepInfo) -> None:
+        if info.step == self._step:
             hold()
+
+
+class TrainingTime:
+    """Counts the seconds of training, without validation's."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since_s = 0.0
+
+    def start(self) -> None:
+        self._since_s = time.perf_counter()
+
+    def add(self) -> None:
+        """Count the time since the last call, or since the start."""
+        now_s = time.perf_counter()
+        self.seconds += now_s - self._since_s
+        self._since_s = now_s
 
 
 @final
@@ -127,51 +162,54 @@ class Curve:
 
     def __init__(self) -> None:
         self._curve: list[tuple[float, float]] = []
-        self._seconds = self._since = 0.0
+        self._time = TrainingTime()
 
-    def on_fit_start(self, _: FitInfo) -> None:
-        self._since = time.perf_counter()
+    def on_fit_start(self, info: FitInfo) -> None:
+        self._time.start()
 
-    def on_train_step_end(self, _: StepInfo) -> None:
-        now = time.perf_counter()
-        self._seconds, self._since = self._seconds + now - self._since, now
+    def on_train_step_end(self, info: StepInfo) -> None:
+        self._time.add()
 
-    def on_validation_end(self, now: EvalInfo) -> None:
-        self._curve.append((self._seconds, now.metrics["val/accuracy"]))
-        self._since = time.perf_counter()
+    def on_validation_end(self, info: EvalInfo) -> None:
+        self._curve.append((self._time.seconds, info.metrics["val/accuracy"]))
+        self._time.start()
 
     def on_fit_end(self) -> None:
-        report(curve=self._curve, seconds=self._seconds)
+        report(curve=self._curve, seconds=self._time.seconds)
 
 
 @final
 class Milestones:
     """Reports when validation first reached two accuracies, and stops at the second.
 
-    command: on the wall clock; training: seconds of training until then, without validation's.
+    It reports `command`, the times by `time.time`, and `training`, the seconds of training until then, without
+    validation's.
     """
 
     def __init__(self, low: float, high: float) -> None:
         self._accuracies = (low, high)
-        self._found: dict[str, dict[str, float]] = {"command": {}, "training": {}}
-        self._seconds = self._since = 0.0
+        self._reached_at: dict[str, float] = {}
+        self._reached_after: dict[str, float] = {}
+        self._time = TrainingTime()
 
-    def on_fit_start(self, _: FitInfo) -> None:
-        self._since = time.perf_counter()
+    def on_fit_start(self, info: FitInfo) -> None:
+        self._time.start()
 
-    def on_train_step_end(self, _: StepInfo) -> None:
-        now = time.perf_counter()
-        self._seconds, self._since = self._seconds + now - self._since, now
+    def on_train_step_end(self, info: StepInfo) -> None:
+        self._time.add()
 
-    def on_validation_end(self, now: EvalInfo) -> Stop | None:
+    def on_validation_end(self, info: EvalInfo) -> Stop | None:
         from framework.types import Stop
 
         for accuracy in self._accuracies:
-            if now.metrics["val/accuracy"] >= accuracy:
-                self._found["command"].setdefault(f"{accuracy:.0%}", time.time())
-                self._found["training"].setdefault(f"{accuracy:.0%}", self._seconds)
-        self._since = time.perf_counter()
-        return Stop("Both accuracies were reached.") if len(self._found["command"]) == 2 else None
+            name = f"{accuracy:.0%}"
+            if info.metrics["val/accuracy"] >= accuracy and name not in self._reached_at:
+                self._reached_at[name] = time.time()
+                self._reached_after[name] = self._time.seconds
+        self._time.start()
+        if len(self._reached_at) < len(self._accuracies):
+            return None
+        return Stop("Both accuracies were reached.")
 
     def on_fit_end(self) -> None:
-        report(**self._found)
+        report(command=self._reached_at, training=self._reached_after)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import statistics
 import sys
 from contextlib import suppress
+from functools import partial
 
 from benchmarks.contest import Asked, Contestant, Row, Unit, callback, compare, ours, peer, run, take_turns
+from framework.system.formatting import format_count
 
 ROUNDS = 3
 STEPS = 20
@@ -27,10 +29,17 @@ _FIGURES = {
 
 
 def contestants(processes: int) -> list[Contestant]:
-    settings = ("recipe=toy", "trainer.num_threads=1", f"trainer.max_steps={STEPS + 10}")
-    own = (*settings, f"topology.procs_per_node={processes}", *callback("Hold", step=STEPS))
-    plain = ("--hold", "--steps", str(STEPS), "--spawn", str(processes))
-    return [ours("ours", *own), peer("plain", "plain_script", *plain)]
+    overrides = (
+        "recipe=toy",
+        "trainer.num_threads=1",
+        f"trainer.max_steps={STEPS + 10}",
+        f"topology.procs_per_node={processes}",
+        *callback("Hold", step=STEPS),
+    )
+    return [
+        ours("ours", *overrides),
+        peer("plain", "plain_script", "--hold", "--steps", str(STEPS), "--spawn", str(processes)),
+    ]
 
 
 def measure(contestant: Contestant, *, processes: int) -> dict[str, float]:
@@ -45,7 +54,8 @@ def measure(contestant: Contestant, *, processes: int) -> dict[str, float]:
         for process in (parent, *parent.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
                 full = process.memory_full_info()
-                pss[process.pid], rss[process.pid] = full.pss, full.rss
+                pss[process.pid] = full.pss
+                rss[process.pid] = full.rss
         figures["all"] = sum(pss.values())
         figures["rank PSS"] = statistics.median(pss[pid] for pid in ranks)
         figures["rank RSS"] = statistics.median(rss[pid] for pid in ranks)
@@ -55,18 +65,15 @@ def measure(contestant: Contestant, *, processes: int) -> dict[str, float]:
 
 
 def rows(asked: Asked) -> list[Row]:
-    found = []
+    table = []
     for processes in PROCESSES:
-        contests = take_turns(
-            contestants(processes),
-            asked.rounds_or(ROUNDS),
-            lambda each, processes=processes: measure(each, processes=processes),  # type: ignore[misc]
-        )
-        number = f"{processes} process{'es' if processes > 1 else ''}"
+        measure_all = partial(measure, processes=processes)
+        contests = take_turns(contestants(processes), asked.rounds_or(ROUNDS), measure_all)
+        number = format_count(processes, "process", "processes")
         for key, what in _FIGURES.items():
             claim = f"memory, {number}: {what} ÷ plain script"
-            found.append(compare("memory", claim, contests.get(key), ("ours", "plain"), unit=_MB))
-    return found
+            table.append(compare("memory", claim, contests.get(key), ("ours", "plain"), unit=_MB))
+    return table
 
 
 if __name__ == "__main__":

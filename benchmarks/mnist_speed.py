@@ -20,7 +20,8 @@ from pathlib import Path
 from benchmarks.contest import Asked, Contestant, Row, Target, Unit, callback, compare, ours, peer, run, take_turns
 
 ROUNDS = 5
-BATCH, THREADS = 64, 2
+BATCH = 64
+THREADS = 2
 _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 _IMAGES = Unit("images/s", 1.0, 0)
 
@@ -32,11 +33,11 @@ def unpacked(root: Path) -> Iterator[Path]:
         raw = Path(name, "MNIST", "raw")
         raw.mkdir(parents=True)
         for file in _FILES:
-            found = [path for folder in (root / "MNIST" / "raw", root) for path in folder.glob(f"{file}*")]
-            if not found:
+            sources = [*(root / "MNIST" / "raw").glob(f"{file}*"), *root.glob(f"{file}*")]
+            if not sources:
                 sys.exit(f"MNIST's {file} isn't in {root}: give --data-root, or set FRAMEWORK_TEST_DATA.")
-            opener = gzip.open if found[0].suffix == ".gz" else open
-            with opener(found[0], "rb") as packed, (raw / file).open("wb") as plain:
+            opener = gzip.open if sources[0].suffix == ".gz" else open
+            with opener(sources[0], "rb") as packed, (raw / file).open("wb") as plain:
                 shutil.copyfileobj(packed, plain)
         yield Path(name)
 
@@ -45,7 +46,7 @@ def contestants(root: Path, *, warm_up: int, steps: int, device: str = "cpu") ->
     """Ours first."""
     length = ("--warm-up", str(warm_up), "--steps", str(steps), "--batch", str(BATCH), "--threads", str(THREADS))
     common = ("--work", "mnist", "--root", str(root), "--device", device, *length)
-    own = (
+    overrides = (
         "recipe=mnist",
         f"data.root={root}",
         f"data.batch_size={BATCH}",
@@ -56,7 +57,7 @@ def contestants(root: Path, *, warm_up: int, steps: int, device: str = "cpu") ->
         *callback("Clock", warm_up=warm_up, steps=steps),
     )
     return [
-        ours("ours", *own),
+        ours("ours", *overrides),
         peer("raw, 0 workers", "raw_loop", *common),
         peer("raw, 2 workers", "raw_loop", *common, "--workers", "2"),
         peer("raw, ready-made batches", "raw_loop", *common, "--ready"),
@@ -75,19 +76,14 @@ def images_per_second(contestant: Contestant) -> dict[str, float]:
 
 def rows(asked: Asked) -> list[Row]:
     with unpacked(asked.data_root) as root:
-        every = contestants(root, warm_up=20, steps=100)
-        contest = take_turns(every, asked.rounds_or(ROUNDS), images_per_second).get("images/s")
-    return [
-        compare(
-            "mnist_speed",
-            f"MNIST images/s ÷ {each.name}",
-            contest,
-            ("ours", each.name),
-            unit=_IMAGES,
-            target=TARGETS.get(each.name),
-        )
-        for each in every[1:]
-    ]
+        everyone = contestants(root, warm_up=20, steps=100)
+        contest = take_turns(everyone, asked.rounds_or(ROUNDS), images_per_second).get("images/s")
+    table = []
+    for other in everyone[1:]:
+        claim = f"MNIST images/s ÷ {other.name}"
+        target = TARGETS.get(other.name)
+        table.append(compare("mnist_speed", claim, contest, ("ours", other.name), unit=_IMAGES, target=target))
+    return table
 
 
 if __name__ == "__main__":

@@ -37,15 +37,19 @@ PLANNED = "planned: "
 """What stands before the claim of each row to come."""
 
 _WINDOW_S = 5.0
-_TIMEOUT_S = 150.0  # of one contestant; compiling takes a minute
+# Of one contestant; compiling takes a minute.
+_TIMEOUT_S = 150.0
 _LOOK_EVERY_S = 0.05
-_NVML_MEAN_S = 1.0  # a reading is the mean of the second before it, at most
-_ENDLESS = 1_000_000_000  # steps
+# A reading of NVML is the mean of at most a second before it.
+_NVML_MEAN_S = 1.0
+_ENDLESS_STEPS = 1_000_000_000
 _TOY_BATCH = 20
 # Its windows have several epochs, after each of which it would save; ours doesn't save either.
 _LIGHTNING = "Lightning without checkpoints"
 _NO_CHECKPOINTS = ("--set-up", "no-checkpoints")
-_US, _S, _PERCENT = Unit("µs", 1e6, 0), Unit("s", 1.0, 1), Unit("%", 100.0, 0)
+_US = Unit("µs", 1e6, 0)
+_S = Unit("s", 1.0, 1)
+_PERCENT = Unit("%", 100.0, 0)
 
 Measure = Callable[[Contestant], Mapping[str, float]]
 
@@ -84,7 +88,7 @@ class Window:
         """For a run of ours, which does nothing but train and log."""
         return (
             "trainer.max_epochs=null",
-            f"trainer.max_steps={_ENDLESS if self.seconds else self.warm_up + self.steps}",
+            f"trainer.max_steps={_ENDLESS_STEPS if self.seconds else self.warm_up + self.steps}",
             "trainer.check_val_every_n_epoch=null",
             "trainer.limit_test_batches=0",
             "checkpoint.monitor=null",
@@ -133,7 +137,8 @@ def busy() -> Iterator[list[tuple[float, float]]]:
         gpus = visible_gpus()
         if not gpus:
             return
-        with suppress(pynvml.NVMLError):  # a GPU that doesn't report it
+        # Some GPUs don't report it.
+        with suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             device = pynvml.nvmlDeviceGetHandleByUUID(gpus[0].uuid)
             while not ended.wait(_LOOK_EVERY_S):
@@ -221,7 +226,8 @@ def network(place: Place, compiled: str | None = None) -> Part:
 
 def toy_run(place: Place, window: Window) -> tuple[str, ...]:
     """Overrides of a run that is timed. An epoch has about as many steps as those of the others."""
-    samples = (window.warm_up + window.steps) * _TOY_BATCH * 5 // 4  # a fifth is for validation and test
+    # A fifth of the samples is for validation and test.
+    samples = (window.warm_up + window.steps) * _TOY_BATCH * 5 // 4
     data = (f"data.batch_size={_TOY_BATCH}", f"data.datasets.num_samples={samples}")
     return ("recipe=toy", *data, place.gpus, "trainer.num_threads=1", *window.overrides)
 
@@ -266,11 +272,12 @@ def milestones(place: Place) -> Part:
     def measure(contestant: Contestant) -> dict[str, float]:
         outcome = run(contestant, timeout_s=_TIMEOUT_S)
         (report,) = outcome.reports
-        return {"is_done": 1.0} | {
-            f"{kind} {name}": at - (outcome.begun if kind == "command" else 0.0)
-            for kind in ("command", "training")
-            for name, at in report[kind].items()
-        }
+        figures = {"is_done": 1.0}
+        for name, at in report["command"].items():
+            figures[f"command {name}"] = at - outcome.begun
+        for name, seconds in report["training"].items():
+            figures[f"training {name}"] = seconds
+        return figures
 
     def rows(contests: Mapping[str, Contest]) -> list[Row]:
         found = []
@@ -289,14 +296,24 @@ def milestones(place: Place) -> Part:
 
 def parts(place: Place) -> list[Part]:
     """Return all parts, the most important ones first, the compiled ones last."""
-    modes = ("default", "reduce-overhead")
-    plain = [toy(place), network(place), milestones(place), saving(place)]
-    return [*plain, *(toy(place, mode) for mode in modes), *(network(place, mode) for mode in modes)]
+    return [
+        toy(place),
+        network(place),
+        milestones(place),
+        saving(place),
+        toy(place, "default"),
+        toy(place, "reduce-overhead"),
+        network(place, "default"),
+        network(place, "reduce-overhead"),
+    ]
 
 
 def planned(place: Place) -> list[str]:
     """Return the claims of all rows, in their order."""
-    return [row.claim for part in parts(place) for row in part.rows({})]
+    claims: list[str] = []
+    for part in parts(place):
+        claims += [row.claim for row in part.rows({})]
+    return claims
 
 
 def measured(place: Place, *, seconds: float, rounds: int) -> Iterator[Row]:

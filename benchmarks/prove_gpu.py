@@ -40,15 +40,23 @@ from benchmarks.record import HEAD
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "benchmarks" / "GPU.md"
-SECONDS = 585.0  # of each part: what is lent for ten minutes ends it itself before
+
+SECONDS = 585.0
+"""Of each part. A machine that is lent for ten minutes is given back before they are over."""
+
 PARTS = ("tests", "benchmarks")
 TITLE = "# What was run on a GPU"
 NO_GPU = "# No GPU was there: nothing below was run on one"
-EXIT_FAILED, EXIT_NO_TORCH, EXIT_CUT = 1, 2, 3
-_FENCE = "`````"  # no traceback has so many
+EXIT_FAILED = 1
+EXIT_NO_TORCH = 2
+EXIT_CUT = 3
+# No traceback has so many backticks.
+_FENCE = "`````"
 _SHARE_OF_TESTS = 0.55
-_MARK = "PROVE_GPU_MARK"  # a variable that all processes inherit
-_END_S = 3.0  # for ending, and for output that is still on its way
+# An environment variable that all processes inherit.
+_MARK = "PROVE_GPU_MARK"
+# For ending, and for output that is still on its way.
+_END_S = 3.0
 _FACTS = """
 import importlib.metadata as metadata, json, os, platform, torch
 found = {"torch": torch.__version__, "Python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
@@ -78,10 +86,14 @@ class Section:
     """A part of the report: a title, how far it is, a table, and texts in full below it."""
 
     title: str
-    head: Sequence[str]  # of the table
+    # The head of the table.
+    head: Sequence[str]
+    # How far it is.
     note: str = ""
-    rows: dict[str, str] = field(default_factory=dict)  # by what they are about
-    texts: dict[str, str] = field(default_factory=dict)  # by their titles
+    # The rows of the table, by what they are about.
+    rows: dict[str, str] = field(default_factory=dict)
+    # Texts in full, by their titles.
+    texts: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
         yield from ("", f"## {self.title}", "", self.note, "")
@@ -161,7 +173,8 @@ def tests(report: Report, environment: Mapping[str, str], *, limit_s: float, has
     chosen = ["-m", "gpu"] if has_gpu else ["--exhaustive"]
     # The versions are those of the machine: their warnings are shown and aren't errors.
     options = ["-q", "--no-header", "--no-summary", "--color=no", "-p", "no:cacheprovider", "-W", "default"]
-    options += ["-o", "verbosity_assertions=2"]  # values that differ aren't cut
+    # Values that differ aren't cut.
+    options += ["-o", "verbosity_assertions=2"]
     command = Command(
         ["-m", "pytest", "tests/gpu", *chosen, *options, "-p", "benchmarks.gpu_events"], environment, limit_s=limit_s
     )
@@ -179,7 +192,9 @@ def tests(report: Report, environment: Mapping[str, str], *, limit_s: float, has
             running = _short(told["begins"])
             section.note = f"Running: `{running}`"
         else:
-            name, outcome, text = _short(told["ends"]), told["outcome"], told["text"]
+            name = _short(told["ends"])
+            outcome = told["outcome"]
+            text = told["text"]
             running = None
             counts[outcome] += 1
             shown = f"skipped: {_in_a_row(text)}" if outcome == "skipped" else outcome
@@ -244,10 +259,11 @@ def _finish(report: Report, section: Section) -> None:
 class Command:
     """A Python command, whose output is read line by line until it ends, or is cut after `limit_s` or by a signal.
 
-    was_cut, status: once `lines` has ended.
+    Its attributes was_cut and status are known once `lines` has ended.
     """
 
-    is_asked_to_end = False  # by a signal to this process
+    # A signal to this process has asked for it.
+    is_asked_to_end = False
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], *, limit_s: float) -> None:
         self.was_cut = False
@@ -306,7 +322,8 @@ class Command:
             os.killpg(self._process.pid, signal.SIGKILL)
         wanted = f"{_MARK}={self._mark}".encode()
         for file in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended, or is another user's
+            # It may have ended, or be another user's.
+            with suppress(OSError):
                 if wanted in file.read_bytes().split(b"\0"):
                     os.kill(int(file.parent.name), signal.SIGKILL)
 
@@ -319,7 +336,8 @@ def install_missing(wheels: Path | None, site: Path) -> list[str]:
     files = [] if wheels is None else sorted(wheels.glob("*.whl"))
     if not files:
         return []
-    from benchmarks.gpu_wheels import is_satisfied, read_requirements  # needs pip
+    # Imported here, because it needs pip.
+    from benchmarks.gpu_wheels import is_satisfied, read_requirements
 
     requirements = read_requirements()
     missing = [file for file in files if not is_satisfied(_name(file), _installed(_name(file)), requirements)]
@@ -357,7 +375,8 @@ def main() -> int:
     ends = time.monotonic() + (asked.seconds or SECONDS * len(asked.only))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ask_to_end)
-    has_failed = was_cut = False
+    has_failed = False
+    was_cut = False
     with tempfile.TemporaryDirectory(prefix="prove_gpu_") as site:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "240"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), site, os.environ.get("PYTHONPATH")]))

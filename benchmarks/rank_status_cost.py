@@ -32,7 +32,9 @@ MARKS_PER_STEP = {"set_phase": 6, "finish_step": 1, "stop_signal": 1}
 class Silent:
     """A rank status that says nothing."""
 
-    set_phase = finish_step = set_stoppable = staticmethod(id)
+    set_phase = staticmethod(id)
+    finish_step = staticmethod(id)
+    set_stoppable = staticmethod(id)
     stop_signal = 0
 
     def close(self) -> None:
@@ -49,11 +51,21 @@ def call_ns(statement: str, **names: Any) -> float:
 def step_us(kind: type[Any]) -> float:
     """A step of recipe=toy, from the run's own clock around training."""
     vars(in_process)["RankStatus"] = kind
-    arguments = ["recipe=toy", "launcher=in_process", "trainer.gpus=0", "trainer.num_threads=1", "logger=none"]
-    more = ["trainer.max_epochs=20", "trainer.check_val_every_n_epoch=null", "checkpoint.monitor=null"]
-    more += ["checkpoint.every_n_epochs=null", "trainer.limit_test_batches=0", "trainer.log_every_n_steps=100"]
+    overrides = [
+        "recipe=toy",
+        "launcher=in_process",
+        "logger=none",
+        "trainer.gpus=0",
+        "trainer.num_threads=1",
+        "trainer.max_epochs=20",
+        "trainer.check_val_every_n_epoch=null",
+        "trainer.limit_test_batches=0",
+        "trainer.log_every_n_steps=100",
+        "checkpoint.monitor=null",
+        "checkpoint.every_n_epochs=null",
+    ]
     with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as silence, redirect_stdout(silence):
-        if compose.main([*arguments, *more, f"path.outputs={folder}"]) != 0:
+        if compose.main([*overrides, f"path.outputs={folder}"]) != 0:
             sys.exit("the run failed")
         (file,) = Path(folder).glob("toy/*/run.json")
         results = json.loads(file.read_text())["results"]

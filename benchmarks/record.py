@@ -13,7 +13,8 @@ from pathlib import Path
 from benchmarks.contest import Row
 
 RESULTS = Path(__file__).resolve().with_name("RESULTS.md")
-BEGIN, END = "<!-- written by python -m benchmarks -->", "<!-- up to here -->"
+BEGIN = "<!-- written by python -m benchmarks -->"
+END = "<!-- up to here -->"
 HEAD = ("| part | claim | ours | theirs | ratio (range) | target | reached |", "|---|---|---|---|---|---|---|")
 _PACKAGES = ("torch", "torchvision", "lightning", "accelerate")
 

@@ -25,7 +25,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -37,11 +36,14 @@ from tests.helpers import exact
 from tests.helpers.command import Started, started_framework
 from tests.helpers.records import compare
 
-_TIMEOUT_S = 300.0  # for one command: many ranks may share few cores
+# For one command: many ranks may share few cores.
+_TIMEOUT_S = 300.0
 _GONE_S = 10.0
 _POLL_S = 0.002
 
-EVERY = 3  # steps between two checkpoints
+EVERY = 3
+"""Steps between two checkpoints."""
+
 COMMON = ("trainer.gpus=0", "logger=[jsonl,tensorboard]", "resume=auto", f"checkpoint.every_n_steps={EVERY}")
 RECIPES = {
     "toy": ("trainer.max_steps=90", "trainer.log_every_n_steps=7", "trainer.val_check_interval=20"),
@@ -54,7 +56,8 @@ SETUPS = {
     "workers": ("optimizer=sgd_momentum", "data.num_workers=2", "scheduler=plateau", "callbacks=[early_stopping]"),
 }
 SHORT = ("data.global_batch_size=48", "trainer.limit_val_batches=2", "trainer.limit_test_batches=2")
-LEARNING_RATE = "optimizer.lr=0.001"  # with the toy's, momentum would let its loss overflow
+# With the toy's own learning rate, momentum would let its loss overflow.
+LEARNING_RATE = "optimizer.lr=0.001"
 MOMENTS = ("any time", "training", "saving")
 
 
@@ -110,8 +113,9 @@ def draw(seed: int, *, recipes: Sequence[str], processes: tuple[int, int]) -> Ca
     """The case of a seed: always the same one."""
     choose = random.Random(seed)
     setup = Setup(choose.choice(list(recipes)), choose.randint(*processes), choose.choice(list(SETUPS)))
-    number = choose.choice((1, 2))
-    return Case(seed, setup, tuple(Kill(choose.choice(MOMENTS), choose.random()) for _ in range(number)))
+    num_kills = choose.choice((1, 2))
+    kills = [Kill(choose.choice(MOMENTS), choose.random()) for _ in range(num_kills)]
+    return Case(seed, setup, tuple(kills))
 
 
 @dataclass(frozen=True)
@@ -163,13 +167,15 @@ def run(case: Case, wholes: Wholes) -> Result:
             folder = Path(name)
             for kill in case.kills:
                 kills += _kill(case.setup, kill, whole, folder=folder, data_root=wholes.data_root)
-            if not _is_finished(folder):  # where all kills came too late; another beginning would be another run
+            # If all kills came too late, it has finished, and another command would be another run.
+            if not _is_finished(folder):
                 with started_framework(*case.setup.overrides(wholes.data_root), cwd=folder) as started:
                     status = started.wait(timeout=_TIMEOUT_S)
                     if status != 0:
                         return Result(case, (f"exit status {status}", started.printed()), kills)
             return Result(case, tuple(differences(whole.run_dir, _run_dir(folder))), kills)
-    except Exception as error:  # whatever it is, the other cases still have to be run
+    # Whatever it is, the other cases still have to be run.
+    except Exception as error:
         return Result(case, (f"{type(error).__name__}: {error}",), kills)
 
 
@@ -194,10 +200,12 @@ def _kill(setup: Setup, kill: Kill, whole: Whole, *, folder: Path, data_root: Pa
             if kill.moment == "saving":
                 _wait(started, until=lambda: any(folder.glob("outputs/*/*/checkpoints/.saving_step*")))
             else:
-                time.sleep(kill.share % 0.1)  # anywhere between two checkpoints
+                # Anywhere between two checkpoints.
+                time.sleep(kill.share % 0.1)
         was_there = started.process.poll() is None
         if was_there:
-            os.killpg(started.process.pid, signal.SIGKILL)  # it leads a session and a group of its own
+            # The command leads a session and a group of its own.
+            os.killpg(started.process.pid, signal.SIGKILL)
             started.process.wait()
         started.assert_all_gone(within_s=_GONE_S)
         return was_there
@@ -236,20 +244,31 @@ def _run_dir(folder: Path) -> Path:
 def _kept(run_dir: Path) -> dict[str, str]:
     """Name of each checkpoint and pointer → what a pointer names. What a kill left under a hidden name isn't one."""
     entries = (run_dir / "checkpoints").iterdir()
-    shown = [path for path in entries if not path.name.startswith(".")]
-    return {path.name: str(path.readlink()) if path.is_symlink() else "" for path in sorted(shown)}
+    kept: dict[str, str] = {}
+    for path in sorted(entries):
+        if not path.name.startswith("."):
+            kept[path.name] = str(path.readlink()) if path.is_symlink() else ""
+    return kept
 
 
 def table(results: Sequence[Result]) -> str:
     """Markdown: for every recipe and number of processes how many cases there were and how many ended equal."""
+    groups: dict[tuple[str, int], list[Result]] = {}
+    for result in results:
+        setup = result.case.setup
+        groups.setdefault((setup.recipe, setup.num_processes), []).append(result)
+
     lines = ["| recipe | processes | runs | kills | identical |", "|---|---|---|---|---|"]
-    groups = Counter((result.case.setup.recipe, result.case.setup.num_processes) for result in results)
-    for recipe, number in [*sorted(groups), ("all", 0)]:
-        setups = [(result, result.case.setup) for result in results]
-        some = [result for result, s in setups if recipe == "all" or (s.recipe, s.num_processes) == (recipe, number)]
-        same, kills = sum(not result.wrong for result in some), sum(result.kills for result in some)
-        lines.append(f"| {recipe} | {number or ''} | {len(some)} | {kills} | {same} |")
+    for (recipe, num_processes), group in sorted(groups.items()):
+        lines.append(_line(recipe, str(num_processes), group))
+    lines.append(_line("all", "", results))
     return "\n".join(lines)
+
+
+def _line(recipe: str, processes: str, results: Sequence[Result]) -> str:
+    kills = sum(result.kills for result in results)
+    same = sum(not result.wrong for result in results)
+    return f"| {recipe} | {processes} | {len(results)} | {kills} | {same} |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -267,7 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ThreadPoolExecutor(asked.workers) as pool:
             for result in pool.map(lambda case: run(case, wholes), cases):
                 results.append(result)
-                print(f"{'WRONG' if result.wrong else 'same '} {result.case}", flush=True)
+                word = "WRONG" if result.wrong else "same "
+                print(f"{word} {result.case}", flush=True)
                 for line in result.wrong:
                     print(f"  {line}", flush=True)
     print(table(results))

@@ -37,10 +37,13 @@ from framework.config.topology import Topology
 from framework.distributed.context import Context
 from framework.training.meter import Meter, check_finite
 
-ROUNDS, STEPS = 9, 10
+ROUNDS = 9
+STEPS = 10
 
 _CONTEXT = Context(Topology(1, 1, 0, 1), 0, 0, 0, (torch.device("cpu"),), "gloo")
-_WIDTH, _LAYERS, _BATCH = 2560, 8, 64
+_WIDTH = 2560
+_LAYERS = 8
+_BATCH = 64
 
 
 @final
@@ -49,7 +52,8 @@ class Training:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU()) for _ in range(_LAYERS)])
+        layers = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU()) for _ in range(_LAYERS)]
+        self.model = nn.Sequential(*layers)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
         self.inputs = torch.randn(_BATCH, _WIDTH)
 
@@ -68,7 +72,8 @@ class Way:
     """One way of saving. `save` returns when training may go on."""
 
     def __init__(self, name: str, save: Callable[[], None]) -> None:
-        self.name, self.save = name, save
+        self.name = name
+        self.save = save
         self.stalls_s: list[float] = []
         self.lost_s: list[float] = []
 
@@ -141,7 +146,8 @@ def table(measured: Sequence[Way]) -> str:
     whole_s = statistics.median(measured[0].lost_s)
     lines = ["| saving | stall (s) | loop time lost (s) | of torch.save's |", "|---|---|---|---|"]
     for way in measured:
-        stall_s, lost_s = statistics.median(way.stalls_s), statistics.median(way.lost_s)
+        stall_s = statistics.median(way.stalls_s)
+        lost_s = statistics.median(way.lost_s)
         parts = f"stall {stall_s / whole_s:.0%}, lost {lost_s / whole_s:.0%}"
         lines.append(f"| {way.name} | {stall_s:.3f} | {lost_s:.2f} | {parts} |")
     return "\n".join(lines)
@@ -155,7 +161,8 @@ def measured(rounds: int, *, steps: int, folder: Path | None = None) -> list[Way
         every = ways(training, Path(name))
         training.steps(2)
         for way in every:
-            measure(training, way, steps=steps)  # the first time buffers are made, and files
+            # The first time, buffers and files are made.
+            measure(training, way, steps=steps)
             way.stalls_s.clear()
             way.lost_s.clear()
         for _ in range(rounds):
@@ -166,16 +173,30 @@ def measured(rounds: int, *, steps: int, folder: Path | None = None) -> list[Way
 
 def rows(asked: Asked) -> list[Row]:
     """Lines for `python -m benchmarks`: what is lost to a save, against what plain `torch.save` loses."""
-    every = {way.name: way for way in measured(asked.rounds_or(ROUNDS), steps=STEPS)}
-    lost = {name: way.lost_s for name, way in every.items()}
-    stalls = Contest({"asynchronous": every["asynchronous"].stalls_s, "torch.save": lost["torch.save"]})
-    compared: list[tuple[str, Contest, str, Target | None]] = []
-    compared += [("a save's stall ÷ loop time lost to torch.save", stalls, "asynchronous", Target(0.20))]
-    compared += [("loop time lost to a save ÷ torch.save's", Contest(lost), "asynchronous", Target(0.40))]
-    compared += [("… checkpoint.asynchronous=false", Contest(lost), "synchronous", None)]
+    by_name = {way.name: way for way in measured(asked.rounds_or(ROUNDS), steps=STEPS)}
+    lost = Contest({name: way.lost_s for name, way in by_name.items()})
+    stalls = Contest(
+        {"asynchronous": by_name["asynchronous"].stalls_s, "torch.save": by_name["torch.save"].lost_s},
+    )
+    unit = Unit("s", decimals=3)
     return [
-        compare("saving", claim, contest, (name, "torch.save"), unit=Unit("s", decimals=3), target=target)
-        for claim, contest, name, target in compared
+        compare(
+            "saving",
+            "a save's stall ÷ loop time lost to torch.save",
+            stalls,
+            ("asynchronous", "torch.save"),
+            unit=unit,
+            target=Target(0.20),
+        ),
+        compare(
+            "saving",
+            "loop time lost to a save ÷ torch.save's",
+            lost,
+            ("asynchronous", "torch.save"),
+            unit=unit,
+            target=Target(0.40),
+        ),
+        compare("saving", "… checkpoint.asynchronous=false", lost, ("synchronous", "torch.save"), unit=unit),
     ]
 
 

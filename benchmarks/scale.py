@@ -14,9 +14,12 @@ from benchmarks.contest import Asked, Contestant, Row, Unit, compare, ours, peer
 
 ROUNDS = 3
 WORLD_SIZES = (1, 64, 1024, 16_384)
-SAMPLES, BATCH = 1_281_167, 32
+SAMPLES = 1_281_167
+BATCH = 32
 _GPUS_PER_NODE = 8
-_MS, _MB, _SECONDS = Unit("ms", 1e3, 1), Unit("MB", 1e-6, 1), Unit("s")
+_MS = Unit("ms", 1e3, 1)
+_MB = Unit("MB", 1e-6, 1)
+_SECONDS = Unit("s")
 
 
 def samplers(world_size: int) -> list[Contestant]:
@@ -45,7 +48,8 @@ def rows(asked: Asked) -> list[Row]:
     rounds = asked.rounds_or(ROUNDS)
     for world_size in WORLD_SIZES:
         contests = take_turns(samplers(world_size), rounds, epoch)
-        claim, names = f"an epoch's indices of one rank, W = {world_size:,}", ("ours", "torch")
+        claim = f"an epoch's indices of one rank, W = {world_size:,}"
+        names = ("ours", "torch")
         found.append(compare("scale", f"{claim} ÷ DistributedSampler", contests.get("seconds"), names, unit=_MS))
         found.append(compare("scale", f"… memory, W = {world_size:,}", contests.get("memory"), names, unit=_MB))
     plans = take_turns([plan(world_size) for world_size in WORLD_SIZES], rounds, command).get("seconds")

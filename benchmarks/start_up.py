@@ -12,7 +12,6 @@ import sys
 
 from benchmarks.contest import (
     Asked,
-    Contest,
     Contestant,
     Row,
     Target,
@@ -24,6 +23,7 @@ from benchmarks.contest import (
     run,
     take_turns,
 )
+from framework.system.formatting import format_count
 
 ROUNDS = 7
 STEPS = 10
@@ -41,7 +41,7 @@ _COMPARED: tuple[tuple[str, str, Target | None], ...] = (
 
 def contestants() -> list[Contestant]:
     def own(processes: int) -> Contestant:
-        name = f"ours, {processes} process{'es' if processes > 1 else ''}"
+        name = f"ours, {format_count(processes, 'process', 'processes')}"
         settings = ("recipe=toy", "trainer.num_threads=1", f"trainer.max_steps={STEPS}")
         return ours(name, *settings, f"topology.procs_per_node={processes}", *callback("FirstStep"))
 
@@ -64,13 +64,16 @@ def measure(contestant: Contestant) -> dict[str, float]:
 
 def rows(asked: Asked) -> list[Row]:
     contests = take_turns(contestants(), asked.rounds_or(ROUNDS), measure)
-    first, ended = contests.get("first step"), contests.get("exit")
-
-    def line(what: str, contest: Contest | None, one: str, other: str, target: Target | None = None) -> Row:
-        return compare("start_up", f"{what}: {one} ÷ {other}", contest, (one, other), unit=_SECONDS, target=target)
-
-    found = [line("command to first step", first, *each) for each in _COMPARED]
-    return [*found, *(line("command to exit", ended, one, other) for one, other, _ in _COMPARED)]
+    first_step = contests.get("first step")
+    end = contests.get("exit")
+    table = []
+    for one, other, target in _COMPARED:
+        claim = f"command to first step: {one} ÷ {other}"
+        table.append(compare("start_up", claim, first_step, (one, other), unit=_SECONDS, target=target))
+    for one, other, _ in _COMPARED:
+        claim = f"command to exit: {one} ÷ {other}"
+        table.append(compare("start_up", claim, end, (one, other), unit=_SECONDS))
+    return table
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ import sys
 from benchmarks.contest import Asked, Contestant, Row, Target, Unit, callback, compare, ours, peer, run, take_turns
 
 ROUNDS = 9
-WARM_UP, STEPS, BATCH = 300, 3000, 20
+WARM_UP = 300
+STEPS = 3000
+BATCH = 20
 _US = Unit("µs", 1e6, 0)
 
 
@@ -56,16 +58,17 @@ def rows(asked: Asked) -> list[Row]:
         outcome = run(contestant)
         return {"wall": outcome.worst("wall_s"), "cpu": outcome.worst("cpu_s")}
 
-    every = contestants()
-    contests = take_turns(every, asked.rounds_or(ROUNDS), measure)
-    wall, cpu = contests.get("wall"), contests.get("cpu")
-    found = []
-    for each in every[1:]:
-        names = ("ours", each.name)
-        found.append(compare("steps", f"toy step ÷ {each.name}", wall, names, unit=_US, target=TARGETS.get(each.name)))
+    everyone = contestants()
+    contests = take_turns(everyone, asked.rounds_or(ROUNDS), measure)
+    wall = contests.get("wall")
+    cpu = contests.get("cpu")
+    table = []
+    for other in everyone[1:]:
+        claim = f"toy step ÷ {other.name}"
+        table.append(compare("steps", claim, wall, ("ours", other.name), unit=_US, target=TARGETS.get(other.name)))
     for name in TARGETS:
-        found.append(compare("steps", f"… CPU time of all threads ÷ {name}", cpu, ("ours", name), unit=_US))
-    return found
+        table.append(compare("steps", f"… CPU time of all threads ÷ {name}", cpu, ("ours", name), unit=_US))
+    return table
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.contest import Asked, Contest, Contestant, Row, Unit, callback, compare, ours, run, take_turns
+from benchmarks.contest import Asked, Contestant, Row, Unit, callback, compare, ours, run, take_turns
 from benchmarks.steps import toy_run
 
 ROUNDS = 3
@@ -50,6 +51,11 @@ def digits_run(warm_up: int, steps: int) -> tuple[str, ...]:
     )
 
 
+def contestants(overrides: Sequence[str]) -> list[Contestant]:
+    """Return the same run with each strategy."""
+    return [ours(name, *overrides, *way) for name, way in WAYS.items()]
+
+
 def over_slow_link(contestant: Contestant) -> Contestant:
     """The same where loopback is slow, in a network of its own."""
     command = ("unshare", "--net", "sh", "-c", _SLOW, "sh", sys.executable, *contestant.arguments)
@@ -69,23 +75,19 @@ def measure(contestant: Contestant) -> dict[str, float]:
 
 
 def rows(asked: Asked) -> list[Row]:
-    toy, digits = toy_run(200, 800, processes=2), digits_run(10, 100)
     works = {
-        "toy step": [ours(name, *toy, *way) for name, way in WAYS.items()],
-        "digits step": [ours(name, *digits, *way) for name, way in WAYS.items()],
+        "toy step": contestants(toy_run(200, 800, processes=2)),
+        "digits step": contestants(digits_run(10, 100)),
     }
     if can_slow_links():
-        short = digits_run(4, 48)
-        works[f"digits step at {RATE}/s"] = [over_slow_link(ours(name, *short, *way)) for name, way in WAYS.items()]
-    found: list[Row] = []
-    for work, contestants in works.items():
-        contest: Contest | None = take_turns(contestants, asked.rounds_or(ROUNDS), measure).get("wall")
-        found += [
-            compare("strategies", f"{work}, {name} ÷ ddp", contest, (name, "ddp"), unit=_MS)
-            for name in WAYS
-            if name != "ddp"
-        ]
-    return found
+        works[f"digits step at {RATE}/s"] = [over_slow_link(each) for each in contestants(digits_run(4, 48))]
+    table: list[Row] = []
+    for work, each_way in works.items():
+        contest = take_turns(each_way, asked.rounds_or(ROUNDS), measure).get("wall")
+        for name in WAYS:
+            if name != "ddp":
+                table.append(compare("strategies", f"{work}, {name} ÷ ddp", contest, (name, "ddp"), unit=_MS))
+    return table
 
 
 if __name__ == "__main__":

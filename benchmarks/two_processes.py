@@ -14,7 +14,8 @@ from benchmarks.contest import Asked, Contestant, Row, Target, Unit, compare, ou
 from benchmarks.steps import BATCH, toy_run
 
 ROUNDS = 7
-WARM_UP, STEPS = 200, 1500
+WARM_UP = 200
+STEPS = 1500
 _US = Unit("µs", 1e6, 0)
 _CLAIMS = {
     "raw DDP, DataLoader": Target(0.85),

@@ -12,7 +12,10 @@ from torch.nn.functional import cross_entropy
 from benchmarks.marks import Stopwatch
 from recipes.gpt import GPT, encode
 
-BATCH, CONTEXT, LR, DECAY = 12, 64, 0.002, 0.1
+BATCH = 12
+CONTEXT = 64
+LR = 0.002
+DECAY = 0.1
 
 
 def main() -> None:

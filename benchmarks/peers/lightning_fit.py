@@ -25,8 +25,12 @@ class Module(LightningModule):
 
     def __init__(self, work: Work, stopwatch: Stopwatch, *, logs: bool, first_step: bool) -> None:
         super().__init__()
-        self.model, self.loss = work.model, work.loss
-        self._work, self._stopwatch, self._logs, self._first_step = work, stopwatch, logs, first_step
+        self.model = work.model
+        self.loss = work.loss
+        self._work = work
+        self._stopwatch = stopwatch
+        self._logs = logs
+        self._first_step = first_step
 
     def training_step(self, batch: Any, index: int) -> Any:
         self._stopwatch.tick()

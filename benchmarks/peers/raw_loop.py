@@ -14,12 +14,15 @@ from benchmarks.peers.work import Work, endless, loader, make, parser
 
 def train(model: nn.Module, work: Work, batches: object, *, stopwatch: Stopwatch, device: str) -> None:
     """The loop."""
-    optimizer, loss, tick = work.optimizer, work.loss, stopwatch.tick
+    optimizer = work.optimizer
+    loss = work.loss
+    tick = stopwatch.tick
     source = endless(batches)
     while not stopwatch.is_done:
         inputs, targets = next(source)
         if device != "cpu":
-            inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            inputs = inputs.to(device, non_blocking=True)
+            targets = targets.to(device, non_blocking=True)
         loss(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -37,7 +37,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1_281_167)
     parser.add_argument("--batch", type=int, default=32)
     asked = parser.parse_args()
-    deal(asked, epoch=0, samples=asked.world_size)  # what is done only once isn't an epoch's
+    # What is done only once isn't an epoch's.
+    deal(asked, epoch=0, samples=asked.world_size)
     gc.collect()
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
+MNIST_MEAN = 0.1307
+MNIST_STD = 0.3081
 HELD_OUT = 5000
 
 
@@ -77,7 +78,8 @@ def _network(asked: argparse.Namespace, train: Dataset[Any]) -> Work:
 
     model = ConvNet()
     if asked.device == "cuda":
-        model.cuda()  # before the optimizer: a fused one asks where the weights are
+        # Before the optimizer is made, because a fused one asks where the weights are.
+        model.cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5, fused=asked.fused or None)
     return Work(model, optimizer, nn.CrossEntropyLoss(), train)
 
