@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that leaves a process, thread, file, process group or a changed setting behind fails."""
+    """Fail a test that leaves a process, thread, file, process group or a changed setting behind."""
     with guards.no_leaks(owns_state="own_state" in request.fixturenames):
         yield
 
@@ -114,14 +114,14 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def run_dirs(folder: Path) -> set[Path]:
-    """The directories of all jobs that were run in a folder, also of those that have only begun."""
+    """Return the directories of all runs in a folder, also of those that have only started."""
     # wandb keeps folders of logs, too.
     return {logs.parent for logs in folder.glob("outputs/**/logs") if "wandb" not in logs.parts}
 
 
 @pytest.fixture
 def train(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Runs the command in `tmp_path` with ranks of the session's fork server; gives the run directory.
+    """Run the command in `tmp_path` with ranks of the session's fork server; return the run directory.
 
     For what a run computes and leaves. How the command itself begins and ends is tested with `run_framework`.
     """
@@ -130,7 +130,9 @@ def train(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def run(*overrides: str, status: int = 0) -> Path:
         monkeypatch.chdir(tmp_path)
         before = run_dirs(tmp_path)
-        records = {file: file.read_text() for folder in before for file in folder.glob("*.json")}
+        records = {}
+        for folder in before:
+            records.update({file: file.read_text() for file in folder.glob("*.json")})
         assert compose.main(["trainer.gpus=0", *trusting(overrides)], fork_server=fork_server) == status
         named = {text.removeprefix("resume=") for text in overrides if text.startswith("resume=")}
         resumed = before if "auto" in named else set(map(Path, named))

@@ -82,6 +82,7 @@ def test_tensorboard_shows_the_curves_of_two_runs(train, tmp_path):
             find_words(address, name, program=program)
     for tag, lines in charts.items():
         curves = {run: results.curve(run_dir, tag) for run, run_dir in sorted(runs.items())}
-        assert [(line["run"], line["step"]) for line in lines] == [(run, max(curve)) for run, curve in curves.items()]
+        last_steps = [(run, max(curve)) for run, curve in curves.items()]
+        assert [(line["run"], line["step"]) for line in lines] == last_steps
         last = [curve[max(curve)] for curve in curves.values()]
         assert [line["value"] for line in lines] == pytest.approx(last, abs=ROUNDED), tag

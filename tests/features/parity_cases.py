@@ -179,8 +179,9 @@ class Noisy(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
-        for parameter in (each for group in self.param_groups for each in group["params"]):
-            parameter.add_(0.01 * torch.randn_like(parameter))
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(0.01 * torch.randn_like(parameter))
 
 
 def noisy(parameters: Iterable[Tensor], **_: Any) -> torch.optim.Optimizer:

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 
 import pytest
 import yaml
@@ -65,10 +66,18 @@ def taken(run, train, tmp_path):
         for rank in range(ranks):
             lines = [line.rpartition(" ") for line in (tmp_path / f"rank_{rank}").read_text().splitlines()]
             of_ranks.append([(ast.literal_eval(samples), int(length)) for samples, _, length in lines])
-        steps = zip(*of_ranks, strict=True)
-        return [([each for own, _ in step for each in own], max(length for _, length in step)) for step in steps]
+        steps = []
+        for parts in zip(*of_ranks, strict=True):
+            samples = chain.from_iterable(samples for samples, _ in parts)
+            steps.append((list(samples), max(length for _, length in parts)))
+        return steps
 
     return taken
+
+
+def all_samples(steps):
+    """Return the samples of all steps, one after another."""
+    return list(chain.from_iterable(samples for samples, _ in steps))
 
 
 def sampler(name, **keywords):
@@ -89,7 +98,7 @@ OF_AN_EPOCH = {"weighted": 21}
 @pytest.mark.parametrize("name", DATA)
 def test_steps_take_the_same_samples_on_any_topology(taken, name):
     one = taken(DATA[name])
-    samples = [each for step, _ in one for each in step]
+    samples = all_samples(one)
     size = OF_AN_EPOCH.get(name, SIZE)
     assert len(samples) == 2 * size
     assert [len(step) for step, _ in one][: -(-size // BATCH)] == [
@@ -97,7 +106,8 @@ def test_steps_take_the_same_samples_on_any_topology(taken, name):
         *filter(None, [size % BATCH]),
     ]
     for ranks in (2, 3):
-        assert [sorted(step) for step, _ in taken(DATA[name], ranks=ranks)] == [sorted(step) for step, _ in one]
+        for (step, _), (same, _) in zip(taken(DATA[name], ranks=ranks), one, strict=True):
+            assert sorted(step) == sorted(same)
     assert taken(DATA[name], resumed_at=3) == one
     epochs = samples[:size], samples[size:]
     assert epochs[0] != epochs[1]
@@ -129,7 +139,7 @@ LOADERS = {
 def test_a_loader_gives_its_data_order_and_batches(taken, kind):
     data = {"datasets": {"_target_": f"{CASES}.loader", "kind": kind}, "global_batch_size": None}
     steps = [step for step, _ in taken(data, "trainer.max_epochs=1")]
-    samples = [each for step in steps for each in step]
+    samples = list(chain.from_iterable(steps))
     assert {len(step) for step in steps[:-1]} == {4}
     if kind == "plain":
         assert samples == LOADERS[kind]
@@ -156,7 +166,7 @@ def test_an_incomplete_global_batch_is_dropped(taken, streams):
     one = taken(data)
     assert [len(step) for step, _ in one] == [12] * (SIZE // 12) * 2
     split = taken(data, "trainer.accumulate_grad_batches=2", ranks=2)
-    assert sorted(each for step, _ in split for each in step) == sorted(each for step, _ in one for each in step)
+    assert sorted(all_samples(split)) == sorted(all_samples(one))
     assert taken(data, resumed_at=2) == one
 
 
@@ -171,7 +181,7 @@ def test_a_loader_reports_that_it_drops_a_batch(taken):
 def test_data_sets_of_hugging_face(taken, streams, ranks):
     data = {"datasets": {"_target_": f"{CASES}.huggingface", "streams": streams}, "shuffle": False}
     steps = taken(data, "trainer.max_epochs=1", ranks=ranks)
-    assert sorted(each for step, _ in steps for each in step) == list(range(SIZE))
+    assert sorted(all_samples(steps)) == list(range(SIZE))
 
 
 def loader(kind):

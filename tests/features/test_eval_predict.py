@@ -169,12 +169,15 @@ def test_a_read_only_run_is_evaluated_elsewhere(command, trained, tmp_path):
 
 
 def predictions(path: Path) -> Tensor:
-    """The columns of a CSV after the index, which counts from 0."""
+    """Return the columns of a CSV after the index, which counts from 0."""
     with path.open(newline="") as file:
         header, *rows = csv.reader(file)
     assert header == ["index", *(f"output_{i}" for i in range(5))]
-    assert [row[0] for row in rows] == [str(index) for index in range(len(rows))]
-    return torch.tensor([[float(value) for value in row[1:]] for row in rows])
+    values = []
+    for index, row in enumerate(rows):
+        assert row[0] == str(index)
+        values.append([float(value) for value in row[1:]])
+    return torch.tensor(values)
 
 
 @pytest.mark.multiproc

@@ -97,7 +97,7 @@ def test_ranks_that_log_different_keys_are_named(train, tmp_path, capfd, since, 
 
 def test_tensorboard_has_what_metrics_jsonl_has(trained):
     events = results.events(trained)
-    names = {name for row in results.rows(trained) for name in row if "/" in name}
+    names = {name for name in results.logged_names(trained) if "/" in name}
     # The best value is logged for the table of hyperparameters.
     assert set(events.Tags()["scalars"]) == names | {"best/val/loss"}
     for name in names:

@@ -19,11 +19,10 @@ from tests.helpers.source import ROOT
 pytestmark = pytest.mark.multiproc
 
 README = ROOT / "README.md"
-_COMMANDS = {
-    found[1]: found[2]
-    for file in documents()
-    for found in re.finditer(r"^```text\n\$ python -m framework (.*)\n((?:.*\n)*?)```", file.read_text(), re.MULTILINE)
-}
+_EXCERPT = re.compile(r"^```text\n\$ python -m framework (.*)\n((?:.*\n)*?)```", re.MULTILINE)
+_COMMANDS: dict[str, str] = {}
+for _file in documents():
+    _COMMANDS |= dict(_EXCERPT.findall(_file.read_text()))
 _RUN = re.compile(r"outputs/\w+/(?:\.\.\.|[\d_-]+_[0-9a-f]{4})")
 _NUMBER = re.compile(r"\d[\d,.]*\b")
 

@@ -30,8 +30,11 @@ FORMATS = ("text", "csv", "json")
 def poisoned(value: Any, key: str = "") -> Any:
     """Return a record in which every text and every name of a metric is hostile."""
     if isinstance(value, dict):
-        names = {name: f"{name}{NASTY}" if "/" in name else name for name in value}
-        return {names[name]: poisoned(each, name) for name, each in value.items()}
+        record = {}
+        for name, entry in value.items():
+            is_metric = "/" in name
+            record[f"{name}{NASTY}" if is_metric else name] = poisoned(entry, name)
+        return record
     if isinstance(value, list):
         return [poisoned(each) for each in value]
     return NASTY if isinstance(value, str) and key not in KEPT else value
@@ -82,8 +85,8 @@ def test_a_page_escapes_markup_and_control_characters(hostile: Path) -> None:
     assert [attributes["type"] for tag, attributes in page.tags if tag == "script" and attributes] == [
         "application/json"
     ]
-    names = {name for _, attributes in page.tags for name in attributes}
-    assert {name for name in names if name.startswith("on") or name == "style"} == set()
+    for _, attributes in page.tags:
+        assert not any(name.startswith("on") or name == "style" for name in attributes)
     assert page.text.count(r"<script>alert(1)</script><img src=x onerror=alert(1)>\x1b]0;title\x07\x9b31m\u202e") > 20
     policy = next(attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes)
     assert "unsafe" not in str(policy)
@@ -206,12 +209,10 @@ def test_passwords_stay_private_and_survive_a_resume(train: Any, tmp_path: Path,
     assert compose.main(["job=runs"]) == 0
     assert compose.main(["job=compare", f"runs=[{run_dir},{again}]"]) == 0
     out, err = capfd.readouterr()
-    assert all(secret not in out + err for secret in ("hunter2", "key12345"))
-    with_secrets = {
-        path.relative_to(tmp_path)
-        for path in tmp_path.rglob("*")
-        if path.is_file() and any(secret in path.read_bytes() for secret in (b"hunter2", b"key12345"))
-    }
+    secrets = re.compile("hunter2|key12345")
+    assert not secrets.search(out + err)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    with_secrets = {path.relative_to(tmp_path) for path in files if secrets.search(path.read_text(errors="replace"))}
     kept = {run / "secrets.yaml" for run in (run_dir.relative_to(tmp_path), again.relative_to(tmp_path))}
     assert with_secrets == {Path("seen"), Path("own.py"), *kept}
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in kept)

@@ -102,11 +102,13 @@ def test_the_next_save_works_once_there_is_room(train, small_disk, tmp_path):
     # What is missing lies between one written checkpoint and the next.
     assert_all_logged(run_dir, missing_in_tensorboard=range(11, 41))
     warnings = [line for line in results.log(run_dir).splitlines() if "WARNING" in line]
-    assert [line for line in warnings if "The checkpoint of step" in line] == [
-        line for step in (20, 30) for line in warnings if f"The checkpoint of step {step} can't be written" in line
-    ]
+    of_checkpoints = [line for line in warnings if "The checkpoint of step" in line]
+    assert len(of_checkpoints) == 2
+    for step, line in zip((20, 30), of_checkpoints, strict=True):
+        assert f"The checkpoint of step {step} can't be written" in line
     # One of the two files of numbers may have had room left in its last block.
-    refused, again = (sum(text in line for line in warnings) for text in ("can't be written: ", "is writable again"))
+    refused = sum("can't be written: " in line for line in warnings)
+    again = sum("is writable again" in line for line in warnings)
     assert 1 <= refused == again <= 2
     assert len(warnings) == 2 + refused + again
 

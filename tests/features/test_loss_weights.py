@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -81,8 +82,8 @@ def plain_loop(name: str) -> tuple[dict[str, Tensor], list[float], float]:
         return loss, float(weight[y[y != PADDING]].sum())
 
     losses: list[tuple[float, float]] = []
-    batches = [batch for epoch in range(3) for batch in order.indices(epoch).split(BATCH)][:STEPS]
-    for step, batch in enumerate(batches):
+    batches = chain.from_iterable(order.indices(epoch).split(BATCH) for epoch in range(3))
+    for step, batch in enumerate(islice(batches, STEPS)):
         if step == 2 * SIZE // BATCH + 1:
             whole = mean(torch.arange(SIZE))[0].item()
         loss, weight = mean(batch)
@@ -90,10 +91,10 @@ def plain_loop(name: str) -> tuple[dict[str, Tensor], list[float], float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    means = [
-        sum(loss * weight for loss, weight in part) / sum(weight for _, weight in part)
-        for part in (losses[:3], losses[3:6], losses[6:])
-    ]
+    means = []
+    for part in (losses[:3], losses[3:6], losses[6:]):
+        total = sum(loss * weight for loss, weight in part)
+        means.append(total / sum(weight for _, weight in part))
     return model.state_dict(), means, whole
 
 
@@ -122,7 +123,7 @@ def plain_loop(name: str) -> tuple[dict[str, Tensor], list[float], float]:
 )
 @pytest.mark.parametrize("name", TASKS)
 def test_weighted_losses_train_as_in_a_plain_loop(run, name, overrides):
-    run_dir = run(TASKS[name], *(each for text in overrides for each in text.split()))
+    run_dir = run(TASKS[name], *" ".join(overrides).split())
     weights, means, whole = plain_loop(name)
     # Weights are summed in single precision.
     results.assert_same(results.weights(run_dir), weights, tolerance=1e-6)

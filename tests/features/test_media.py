@@ -78,7 +78,7 @@ def test_what_callbacks_report(train):
     # The value is rank 0's, of the step that isn't logged otherwise.
     assert results.curve(run_dir, "train/third") == {3: 3}
     # Pairs: the sums of both ranks over those of the counts, since the last log.
-    expected = {at: sum(step * 3 for step in range(at - 4, at + 1)) / 15 for at in (5, 10, 15, 20)}
+    expected = {step: 3 * sum(range(step - 4, step + 1)) / 15 for step in (5, 10, 15, 20)}
     assert results.curve(run_dir, "train/step_sum") == expected
     assert results.curve(run_dir, "train/of_one_rank") == dict.fromkeys(expected, 2.0)
     assert results.curve(run_dir, "val/val_sum") == {10: 0.5, 20: 0.5}

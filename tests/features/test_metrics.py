@@ -38,21 +38,19 @@ SUPERVISED: dict[str, Any] = {
     "metrics": METRICS,
 }
 OWN = {"_target_": f"{CASES}.WithMedian"}
+
+
+def on_ranks(ranks, strategy, *others, marks=()):
+    overrides = (f"topology.procs_per_node={ranks}", f"strategy={strategy}", *others)
+    return pytest.param(overrides, id=f"{ranks} {strategy}", marks=[pytest.mark.multiproc, *marks])
+
+
 PROCESSES = [
     pytest.param((), id="one"),
-    *(
-        pytest.param(
-            (f"topology.procs_per_node={ranks}", f"strategy={strategy}", *others),
-            id=f"{ranks} {strategy}",
-            marks=[pytest.mark.multiproc, *([] if strategy != "fsdp" or ranks == 3 else [pytest.mark.exhaustive])],
-        )
-        for ranks, strategy, *others in (
-            (2, "ddp"),
-            (3, "fsdp"),
-            (2, "fsdp"),
-            (2, "pipeline", "strategy.num_microbatches=2"),
-        )
-    ),
+    on_ranks(2, "ddp"),
+    on_ranks(3, "fsdp"),
+    on_ranks(2, "fsdp", marks=[pytest.mark.exhaustive]),
+    on_ranks(2, "pipeline", "strategy.num_microbatches=2"),
 ]
 
 

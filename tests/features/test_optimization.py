@@ -76,7 +76,10 @@ def rates(run_dir):
 
 
 def by_epoch(factor):
-    return [LR * factor(epoch) for epoch in range(EPOCHS) for _ in range(STEPS_PER_EPOCH)]
+    rates = []
+    for epoch in range(EPOCHS):
+        rates += [LR * factor(epoch)] * STEPS_PER_EPOCH
+    return rates
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,8 @@ def test_resuming_with_another_schedule_length_needs_a_decision(train, capfd):
             assert "scheduler.total_steps=20 keeps" in message
             assert "scheduler.total_steps=40 stretches it" in message
         resumed = train(*whole, f"scheduler.total_steps={total}")
-        expected = [*(rate(s, total=20) for s in range(15)), *(rate(s, total=total) for s in range(15, 40))]
+        expected = [rate(step, total=20) for step in range(15)]
+        expected += [rate(step, total=total) for step in range(15, 40)]
         assert rates(resumed) == pytest.approx(expected, abs=1e-15)
 
 

@@ -69,17 +69,19 @@ def run(write, train):
     return run
 
 
+def on_ranks(ranks, strategy, *marks):
+    overrides = (f"topology.procs_per_node={ranks}", f"strategy={strategy}")
+    return pytest.param(overrides, id=f"{ranks} {strategy}", marks=[pytest.mark.multiproc, *marks])
+
+
 PROCESSES = [
     pytest.param((), id="one"),
-    *(
-        pytest.param(
-            (f"topology.procs_per_node={ranks}", f"strategy={strategy}"),
-            id=f"{ranks} {strategy}",
-            marks=[pytest.mark.multiproc, *([pytest.mark.exhaustive] if ranks == 3 and strategy != "ddp" else [])],
-        )
-        for ranks in (2, 3)
-        for strategy in ("ddp", "fsdp", "allreduce")
-    ),
+    on_ranks(2, "ddp"),
+    on_ranks(2, "fsdp"),
+    on_ranks(2, "allreduce"),
+    on_ranks(3, "ddp"),
+    on_ranks(3, "fsdp", pytest.mark.exhaustive),
+    on_ranks(3, "allreduce", pytest.mark.exhaustive),
 ]
 
 
@@ -309,6 +311,7 @@ def test_the_plan_lists_groups_with_their_state(write, fork_server, tmp_path, mo
     plan = json.loads(capfd.readouterr().out)
     keys = ("name", "tensors", "parameters", "trainable", "state")
     rows = [("", 2, 96, 48, 384), ("0", 5, 32, 26, 208), ("head", 1, 16, 16, 128)]
-    assert [tuple(group[key] for key in keys) for group in plan["groups"]] == rows
+    for group, row in zip(plan["groups"], rows, strict=True):
+        assert tuple(group[key] for key in keys) == row
     assert {group["optimizer"] for group in plan["groups"]} == {"SGD"}
     assert plan["memory"]["optimizer"] == sum(row[-1] for row in rows)

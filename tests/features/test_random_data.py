@@ -283,7 +283,9 @@ def test_a_repeated_sample_is_augmented_differently(train):
 def test_set_epoch_is_called_in_every_process(train, drawn, workers):
     """Of a transform within a dataset that training and validation share, and of a collate function."""
     data = ("data.datasets._target_=own.staged", f"data.num_workers={workers}", "trainer.max_epochs=3")
-    wanted = [f"{[float(epoch)] * 16}" for epoch in range(3) for _ in range(4)]
+    wanted = []
+    for epoch in (0.0, 1.0, 2.0):
+        wanted += [str([epoch] * 16)] * 4
     run, found = drawn(*data)
     assert found == [wanted]
     best = results.saved(run, "best")["training"]["val_metrics"]["val/loss"]

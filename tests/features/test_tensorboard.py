@@ -60,7 +60,7 @@ def test_histograms_of_parameters_and_gradients_on_request(train):
     plain = train(*SHORT)
     events = results.events(run_dir)
     names = list(results.weights(run_dir))
-    tags = {f"{what}/{name}" for what in ("parameters", "gradients") for name in names}
+    tags = {f"parameters/{name}" for name in names} | {f"gradients/{name}" for name in names}
     assert set(events.Tags()["histograms"]) == tags
     assert not results.events(plain).Tags()["histograms"]
     for name, gradients in ((name, events.Histograms(f"gradients/{name}")) for name in names):

@@ -107,8 +107,8 @@ def test_ranks_agree_on_the_smallest_room(train: Train, capfd: pytest.CaptureFix
     run_dir = train(*LIMITED, adam, early, "tune.find_batch_size=false", "data.global_batch_size=176")
     one = found_in(run_dir)
     assert one["batch_size"] is None
-    losses = [[point["loss"] for point in found["lr"]["points"]] for found in (two, one)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    losses = [point["loss"] for point in two["lr"]["points"]]
+    assert losses == pytest.approx([point["loss"] for point in one["lr"]["points"]], rel=1e-4)
     assert two["lr"]["suggestion"] == pytest.approx(one["lr"]["suggestion"], rel=1e-6)
 
 

@@ -29,7 +29,8 @@ def on(gpus: int) -> str:
 def records(run_dir: Path, *names: str) -> list[list[Any]]:
     """These entries of every step that the recorder wrote down."""
     lines = (run_dir / "record" / "rank_0.jsonl").read_text().splitlines()
-    return [[json.loads(line)[name] for name in names] for line in lines]
+    rows = [json.loads(line) for line in lines]
+    return [list(map(row.get, names)) for row in rows]
 
 
 @pytest.mark.parametrize("loader", ["resident", "dataloader data.num_workers=0", "dataloader data.num_workers=2"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,19 +78,27 @@ def _pod_commands(text: str) -> Iterator[list[str]]:
                 yield from (container["command"] for container in replicas["template"]["spec"]["containers"])
 
 
+def all_commands() -> list[Command]:
+    """Return every `python -m framework` in the documentation."""
+    return list(chain.from_iterable(commands(file.read_text(), place=file.name) for file in documents()))
+
+
+def _shown_by(argument: str, *, options: bool) -> str:
+    """Return the key of an argument; with `options`, an option of a group with its value."""
+    key = argument.partition("=")[0]
+    is_option = "." not in key and not PLACEHOLDER.search(argument)
+    return argument if options and is_option else key
+
+
 def covering(given: Iterable[Command], *, options: bool) -> list[Command]:
-    """Return those with a key that none before has: the README's first, the longest first.
+    """Return the commands that show a key which none before shows: the README's first, the longest first.
 
     options: another option, as in `recipe=toy`, counts as another key.
     """
     seen: set[str] = set()
     found = []
     for command in sorted(given, key=lambda each: (each.place != "README.md", -len(each.arguments))):
-        shown = {
-            text if options and "." not in key and not PLACEHOLDER.search(text) else key
-            for text in command.arguments
-            for key in [text.partition("=")[0]]
-        }
+        shown = {_shown_by(text, options=options) for text in command.arguments}
         if not shown <= seen:
             found.append(command)
         seen |= shown
@@ -99,11 +108,14 @@ def covering(given: Iterable[Command], *, options: bool) -> list[Command]:
 def make_targets(text: str) -> set[str]:
     """Every `make TARGET` in a code block or between backticks."""
     in_code = [*_FENCE.findall(text), *re.findall(r"`([^`\n]+)`", text)]
-    return {target for code in in_code for target in re.findall(r"^make (\w[\w-]*)", code, re.MULTILINE)}
+    targets: set[str] = set()
+    for code in in_code:
+        targets.update(re.findall(r"^make (\w[\w-]*)", code, re.MULTILINE))
+    return targets
 
 
 def shown_script(text: str) -> str:
-    """The one block that is a script: it begins with `#!`. Fails the test where there are others, or none."""
+    """Return the only block that is a script: it begins with `#!`. Fail the test if there are several or none."""
     (script,) = (block for block in _FENCE.findall(text) if block.startswith("#!"))
     return str(script)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -176,31 +177,36 @@ def taken(run_dir: Path) -> dict[int, list[int]]:
     steps: dict[int, list[int]] = {}
     for file in sorted((run_dir / "record").glob("rank_*.jsonl")):
         for row in read_rows(file):
-            steps.setdefault(row["step"], []).extend(index for micro in row["indices"] for index in micro)
+            steps.setdefault(row["step"], []).extend(chain.from_iterable(row["indices"]))
     return steps
 
 
 def numbers(run_dir: Path) -> list[dict[str, Any]]:
-    """All that metrics.jsonl says, but when, and how fast it went."""
-    rows = [{key: value for key, value in row.items() if not _is_of_speed(key)} for row in results.rows(run_dir)]
-    return [row for row in rows if row.keys() - {"step", "epoch"}]
+    """Return the rows of metrics.jsonl without times and speeds."""
+    rows = []
+    for row in results.rows(run_dir):
+        repeatable = {key: value for key, value in row.items() if not _is_of_speed(key)}
+        if repeatable.keys() - {"step", "epoch"}:
+            rows.append(repeatable)
+    return rows
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """In what two finished runs differ: the last checkpoint, every logged number, TensorBoard's curves, the records."""
-    found = tree_differences(results.saved(one), results.saved(other))
+    """Return what differs in two finished runs: last checkpoint, logged numbers, TensorBoard's curves, records."""
+    lines = tree_differences(results.saved(one), results.saved(other))
     if numbers(one) != numbers(other):
-        rows = zip(numbers(one), numbers(other), strict=False)
-        found.append(f"metrics.jsonl: {next((pair for pair in rows if pair[0] != pair[1]), 'more rows in one')}")
+        pairs = zip(numbers(one), numbers(other), strict=False)
+        unequal = next((pair for pair in pairs if pair[0] != pair[1]), "more rows in one")
+        lines.append(f"metrics.jsonl: {unequal}")
     if (one / "tensorboard").is_dir():
-        curves = [_curves(run) for run in (one, other)]
-        found += [
-            f"tensorboard: {tag}" for tag in {**curves[0], **curves[1]} if curves[0].get(tag) != curves[1].get(tag)
-        ]
+        ours = _curves(one)
+        theirs = _curves(other)
+        lines += [f"tensorboard: {tag}" for tag in {**ours, **theirs} if ours.get(tag) != theirs.get(tag)]
     if (one / "record").is_dir():
         first = compare(one, other)
-        found += [] if first is None else [f"record: {first}"]
-    return found
+        if first is not None:
+            lines.append(f"record: {first}")
+    return lines
 
 
 def _is_of_speed(name: str) -> bool:
@@ -210,24 +216,30 @@ def _is_of_speed(name: str) -> bool:
 def _curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     events = results.events(run_dir)
     tags = [tag for tag in events.Tags()["scalars"] if not _is_of_speed(tag)]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    curves = {}
+    for tag in tags:
+        curves[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+    return curves
 
 
 def tree_differences(one: Any, other: Any, *, name: str = "") -> list[str]:
-    """The entries in which two nested states differ; tensors are compared bit for bit."""
+    """Return the entries in which two nested states differ. Tensors are compared bit for bit."""
     if isinstance(one, dict) and isinstance(other, dict):
-        apart = [f"{name}.{key}: only in one" for key in one.keys() ^ other.keys()]
-        both = [key for key in one if key in other]
-        below = [tree_differences(one[key], other[key], name=f"{name}.{key}".lstrip(".")) for key in both]
-        return apart + [line for lines in below for line in lines]
+        lines = [f"{name}.{key}: only in one" for key in one.keys() ^ other.keys()]
+        for key in one.keys() & other.keys():
+            lines += tree_differences(one[key], other[key], name=f"{name}.{key}".lstrip("."))
+        return lines
     if type(one) is not type(other):
         return [f"{name}: {type(one).__name__} and {type(other).__name__}"]
     if isinstance(one, (list, tuple)):
         if len(one) != len(other):
             return [f"{name}: {len(one)} and {len(other)} entries"]
-        pairs = enumerate(zip(one, other, strict=True))
-        return [line for number, (a, b) in pairs for line in tree_differences(a, b, name=f"{name}[{number}]")]
+        lines = []
+        for number, (ours, theirs) in enumerate(zip(one, other, strict=True)):
+            lines += tree_differences(ours, theirs, name=f"{name}[{number}]")
+        return lines
     if isinstance(one, Tensor):
         same = one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
         return [] if same else [f"{name}: the tensors differ"]
-    return [] if one == other or (one != one and other != other) else [f"{name}: {one!r} and {other!r}"]
+    are_nan = one != one and other != other
+    return [] if one == other or are_nan else [f"{name}: {one!r} and {other!r}"]

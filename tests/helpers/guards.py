@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,16 @@ def no_leaks(*, owns_state: bool = False) -> Iterator[None]:
     leaks = [_processes(mark), _threads(), _files(), _process_group(), _hydra()]
     settings = [_environment(), _settings(), _logging(), _generators()]
     yield
-    found = [line for check in leaks for line in check()]
-    changed = [line for check in settings for line in check()]
+    left_behind = list(chain.from_iterable(check() for check in leaks))
+    changed = list(chain.from_iterable(check() for check in settings))
     if outer is None:
         del os.environ[processes.MARK]
     else:
         os.environ[processes.MARK] = outer
     if not owns_state:
-        found += changed
-    if found:
-        raise LeakError("the test left behind:\n" + "\n".join(f"- {line}" for line in found))
+        left_behind += changed
+    if left_behind:
+        raise LeakError("the test left behind:\n" + "\n".join(f"- {line}" for line in left_behind))
 
 
 def _processes(mark: str) -> Check:

@@ -139,8 +139,10 @@ def _remove(name: str) -> None:
 
 def _remove_leftovers() -> None:
     """Clear away the namespaces of processes that were killed before they could."""
-    configured = {folder.name for folder in _CONFIG.iterdir()} if _CONFIG.is_dir() else set()
-    for name in configured | namespaces():
+    names = namespaces()
+    if _CONFIG.is_dir():
+        names |= {folder.name for folder in _CONFIG.iterdir()}
+    for name in names:
         owner = _NAME.match(name)
         if owner and _start_ticks(int(owner[1])) != int(owner[2]):
             _remove(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -57,16 +57,17 @@ class Recorder:
         ]
 
     def on_train_step_end(self, report: StepInfo) -> None:
+        generators = generator_states(self._context.devices)
         row = {
             "step": report.step,
             "epoch": report.epoch,
             "indices": [micro.indices[: micro.num_samples].tolist() for micro in report.indices],
             "inputs": self._inputs,
             "gradients": self._gradients,
-            "weights": {name: _hash(parameter) for name, parameter in self._model.named_parameters()},
-            "buffers": {name: _hash(buffer) for name, buffer in self._model.named_buffers()},
+            "weights": _hashes(self._model.named_parameters()),
+            "buffers": _hashes(self._model.named_buffers()),
             "optimizer": dict(self._optimizer_hashes()),
-            "generators": {name: _hash(state) for name, state in generator_states(self._context.devices).items()},
+            "generators": _hashes(generators.items()),
         }
         self._file.write(row)
         self._inputs = []
@@ -82,8 +83,10 @@ class Recorder:
             self._inputs.append(_hash(inputs))
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        self._gradients = {self._names[id(parameter)]: _hash(parameter.grad) for parameter in parameters}
+        self._gradients = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._gradients[self._names[id(parameter)]] = _hash(parameter.grad)
 
     def _optimizer_hashes(self) -> Iterator[tuple[str, str]]:
         for number, group in enumerate(self._optimizer.param_groups):
@@ -93,6 +96,10 @@ class Recorder:
         for parameter, state in self._optimizer.state.items():
             for key, value in state.items():
                 yield f"{self._names[id(parameter)]} {key}", _hash(value)
+
+
+def _hashes(values: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    return {name: _hash(value) for name, value in values}
 
 
 def _hash(value: Any) -> str:

@@ -41,7 +41,10 @@ def compare(one: Path, other: Path) -> Difference | None:
     theirs = _records(other)
     if ours.keys() != theirs.keys():
         return Difference(None, 0, "the number of ranks", len(ours), len(theirs))
-    for step in sorted({step for side in (ours, theirs) for rows in side.values() for step in rows}):
+    steps: set[int] = set()
+    for rank_rows in (*ours.values(), *theirs.values()):
+        steps.update(rank_rows)
+    for step in sorted(steps):
         rows = [(rank, ours[rank].get(step), theirs[rank].get(step)) for rank in sorted(ours)]
         for rank, left, right in rows:
             if (left is None) != (right is None):
@@ -57,7 +60,11 @@ def _records(run: Path) -> dict[int, dict[int, dict[str, Any]]]:
     files = sorted((run / "record").glob("rank_*.jsonl"))
     if not files:
         raise FileNotFoundError(f"{run} has no record. Run it with the callback tests.helpers.recorder.Recorder.")
-    return {int(file.stem.removeprefix("rank_")): {row["step"]: row for row in read_rows(file)} for file in files}
+    records = {}
+    for file in files:
+        rank = int(file.stem.removeprefix("rank_"))
+        records[rank] = {row["step"]: row for row in read_rows(file)}
+    return records
 
 
 def _first_unequal(part: str, one: Any, other: Any) -> tuple[str, Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,24 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def curve(run_dir: Path, name: str) -> dict[int, float]:
-    """Step → value of one metric. Fails the test where it has a step twice."""
+    """Return one metric's values by step. Fail the test if a step comes twice."""
     points = [(row["step"], row[name]) for row in rows(run_dir) if name in row]
     assert points, f"no {name} in {run_dir / 'metrics.jsonl'}"
     assert len(dict(points)) == len(points), f"steps that {name} has more than once: {points}"
     return dict(points)
 
 
+def logged_names(run_dir: Path) -> set[str]:
+    """Return the names of everything in metrics.jsonl, `step`, `epoch` and `time` among them."""
+    return set(chain.from_iterable(rows(run_dir)))
+
+
 def repeated(run_dir: Path) -> dict[tuple[int, str], int]:
-    """(step, metric) → how often metrics.jsonl has it, of those it has more than once."""
-    found = Counter((row["step"], name) for row in rows(run_dir) for name in row.keys() - _DESCRIBES_A_ROW)
-    return {key: count for key, count in found.items() if count > 1}
+    """Return how often metrics.jsonl has a (step, metric), for those it has more than once."""
+    counts: Counter[tuple[int, str]] = Counter()
+    for row in rows(run_dir):
+        counts.update((row["step"], name) for name in row.keys() - _DESCRIBES_A_ROW)
+    return {key: count for key, count in counts.items() if count > 1}
 
 
 def events(run_dir: Path) -> EventAccumulator:
@@ -48,18 +56,22 @@ def run_file(run_dir: Path) -> dict[str, Any]:
 
 
 def results(run_dir: Path) -> dict[str, Any]:
-    """Of run.json: steps, epochs, seconds, ended_by, and of evaluations what `metrics` reads."""
+    """Return the results in run.json: steps, epochs, seconds, ended_by, and what evaluations measured."""
     content: dict[str, Any] = run_file(run_dir)["results"]
     return content
 
 
 def metrics(run_dir: Path) -> dict[str, float]:
-    """Of an evaluation; of a training the last validation and the test."""
+    """Return the metrics of an evaluation, or those of a training's last validation and its test."""
     found = results(run_dir)
     if "metrics" in found:
         evaluated: dict[str, float] = found["metrics"]
         return evaluated
-    return {name: value for part in (found["last"], found["test"]) if part for name, value in part["metrics"].items()}
+    values: dict[str, float] = {}
+    for evaluation in (found["last"], found["test"]):
+        if evaluation:
+            values |= evaluation["metrics"]
+    return values
 
 
 def log(run_dir: Path, rank: int = 0) -> str:

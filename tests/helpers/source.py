@@ -40,7 +40,7 @@ class Import(NamedTuple):
 
 
 def modules_in(folder: str) -> dict[str, Module]:
-    """Module name → module, of all Python files under a folder of the repository."""
+    """Return all Python files under a folder of the repository by their module's name."""
     modules = {}
     for file in sorted((ROOT / folder).rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
@@ -52,7 +52,7 @@ def modules_in(folder: str) -> dict[str, Module]:
 
 @cache
 def imports(module: Module) -> list[Import]:
-    """Every import of a module, wherever it stands: inside functions and for type checkers too."""
+    """Return every import of a module, also those in functions and for type checkers."""
     found = []
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -64,7 +64,7 @@ def imports(module: Module) -> list[Import]:
 
 
 def imported_modules(module: Module, known: Mapping[str, Module]) -> dict[str, int]:
-    """Those of the known modules that a module imports → the line: `from a import b` means a.b where that is one."""
+    """Return the known modules that a module imports, with the line. `from a import b` may mean the module a.b."""
     found = {}
     for entry in imports(module):
         submodule = f"{entry.module}.{entry.name}"
@@ -75,18 +75,18 @@ def imported_modules(module: Module, known: Mapping[str, Module]) -> dict[str, i
 
 
 def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of nodes that can all reach each other, each sorted; none where the graph has no cycle."""
+    """Return the groups of nodes that can all reach each other, each sorted."""
     reachable = {node: _reachable(graph, node) for node in graph}
-    groups = {
-        tuple(sorted(other for other in reachable[node] if node in reachable.get(other, ())))
-        for node in graph
-        if node in reachable[node]
-    }
+    groups = set()
+    for node in graph:
+        if node in reachable[node]:
+            group = [other for other in reachable[node] if node in reachable.get(other, ())]
+            groups.add(tuple(sorted(group)))
     return [list(group) for group in sorted(groups)]
 
 
 def string_literals(module: Module) -> Iterator[tuple[str, int]]:
-    """Every string constant and its line."""
+    """Yield every string constant and its line."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value, node.lineno

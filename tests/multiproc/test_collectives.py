@@ -20,8 +20,11 @@ SHOWN = ("job=collectives", "recipe=toy", "collectives.delay=0.2s")
 def shown_in(run_dir: Path) -> dict[str, list[list[str]]]:
     """The rows of each block of the page, by the block's name."""
     blocks = (run_dir / "collectives.txt").read_text().split("\n\n\n")
-    rows = {block.splitlines()[0]: re.findall(r"^  \d .*", block, re.MULTILINE) for block in blocks}
-    return {name: [re.split(r" {2,}", row.strip()) for row in found] for name, found in rows.items()}
+    shown = {}
+    for block in blocks:
+        rows = re.findall(r"^  \d .*", block, re.MULTILINE)
+        shown[block.splitlines()[0]] = [re.split(r" {2,}", row.strip()) for row in rows]
+    return shown
 
 
 def after(shown: dict[str, list[list[str]]], name: str) -> list[list[float]]:
@@ -34,17 +37,20 @@ def assert_right(found: dict[str, list[list[str]]], procs: int) -> None:
     """Rank r gives 10r, 10r + 1, …"""
     ranks = range(procs)
     who = found["Who each rank is, and what it reads from its environment (–: not set)"]
-    assert [row[0] for row in who] == [row[4] for row in who] == [str(rank) for rank in ranks]
+    for rank, row in zip(ranks, who, strict=True):
+        assert row[0] == row[4] == str(rank)
     # Every rank has its own pid.
     assert len({row[2] for row in who}) == procs
     assert after(found, "barrier") == [[rank + 1] for rank in ranks]
     # A rank beyond the largest power of two has no partner.
     last = procs - 1 if procs % 2 else procs
-    assert after(found, "ping_pong") == [[10.0 if rank < last else 0.0] for rank in ranks]
+    assert after(found, "ping_pong") == [[10.0]] * last + [[0.0]] * (procs - last)
     assert after(found, "send_recv") == [[sum(range(1, (rank or procs - 1) + 2))] for rank in ranks]
     sent = [rank - 1 if rank % 2 else rank for rank in ranks]
     assert after(found, "isend_irecv") == [[10 * rank, 10 * rank + 1] for rank in sent]
-    columns = [[10 * rank + place for rank in ranks] for place in range(max(4, procs))]
+    columns = []
+    for place in range(max(4, procs)):
+        columns.append([10 * rank + place for rank in ranks])
     assert after(found, "all_reduce") == [[sum(column) for column in columns[:4]]] * procs
     assert after(found, "reduce_scatter") == [[sum(columns[rank])] for rank in ranks]
     assert after(found, "all_gather") == [columns[0]] * procs

@@ -74,20 +74,19 @@ def started(
     own: Mapping[int, Sequence[str]] | None = None,
     cwd: Callable[[int], Path] | None = None,
 ) -> Iterator[list[Forked]]:
-    """The command as each of these ranks. own: rank → arguments that it alone is given."""
+    """Start the command as each of these ranks. own: the arguments of single ranks."""
+    processes = []
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                forked(
-                    *arguments,
-                    *(own or {}).get(rank, ()),
-                    cwd=folder if cwd is None else cwd(rank),
-                    env=variables(rank, world=world, port=port),
-                    output=folder.parent / f"{folder.name}_output_{next(_count)}",
-                )
+        for rank in ranks:
+            process = forked(
+                *arguments,
+                *(own or {}).get(rank, ()),
+                cwd=folder if cwd is None else cwd(rank),
+                env=variables(rank, world=world, port=port),
+                output=folder.parent / f"{folder.name}_output_{next(_count)}",
             )
-            for rank in ranks
-        ]
+            processes.append(stack.enter_context(process))
+        yield processes
 
 
 def ended(folder: Path, *arguments: str, **how: object) -> list[tuple[int, str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ def test_a_seed_is_one_case() -> None:
     cases = [draw(seed, recipes=["toy", "digits"], processes=(1, 4)) for seed in range(60)]
     assert cases == [draw(seed, recipes=["toy", "digits"], processes=(1, 4)) for seed in range(60)]
     assert {case.setup.num_processes for case in cases} == {1, 2, 3, 4}
-    assert {kill.moment for case in cases for kill in case.kills} == set(resume.MOMENTS)
+    kills = chain.from_iterable(case.kills for case in cases)
+    assert {kill.moment for kill in kills} == set(resume.MOMENTS)
     assert {case.setup.name for case in cases} == set(resume.SETUPS)
 
 

@@ -56,7 +56,8 @@ def test_srun_tasks_equal_one_command(
     (run_dir,) = tmp_path.glob("outputs/toy/*")
     alone = shared_run("recipe=toy", "launcher=local", "topology.procs_per_node=4", "trainer.max_epochs=2")
     results.assert_same(results.weights(run_dir), results.weights(alone))
-    assert sorted(file.name for file in (run_dir / "logs").glob("rank_*.log")) == [f"rank_{r}.log" for r in range(4)]
+    logs = {file.name for file in (run_dir / "logs").glob("rank_*.log")}
+    assert logs == {"rank_0.log", "rank_1.log", "rank_2.log", "rank_3.log"}
     assert results.run_file(run_dir)["status"] == "finished"
     assert result.stdout.count("Finished toy") == 1
 
@@ -70,7 +71,8 @@ def test_a_preflight_of_the_tasks_precedes_training(slurm: Cluster, tmp_path: Pa
     assert result.stdout.count("Preflight passed in ") == 1
     (run_dir,) = tmp_path.glob("outputs/toy/*")
     found = json.loads((run_dir / "preflight.json").read_text())
-    assert [(rank["host"], rank["node"]) for rank in found["ranks"]] == [(f"host{n + 1}", n) for n in (0, 0, 1, 1)]
+    hosts = [(rank["host"], rank["node"]) for rank in found["ranks"]]
+    assert hosts == [("host1", 0), ("host1", 0), ("host2", 1), ("host2", 1)]
     assert sorted(link["ranks"] for link in found["links"]) == [[0, 1], [0, 2], [1, 3], [2, 3]]
 
 

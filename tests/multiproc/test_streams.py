@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +64,27 @@ def squares(model: nn.Module, samples: Sequence[tuple[Tensor, Tensor]]) -> Tenso
     return loss
 
 
+def parts_of(lengths: Sequence[int], epoch: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return the samples of every part in an epoch."""
+    parts = []
+    for part, size in enumerate(lengths):
+        parts.append([sample(part, number, epoch) for number in range(size)])
+    return parts
+
+
 def one_process() -> tuple[dict[str, Tensor], float]:
     """The same rule in one process: each step takes the next four samples of every part that has some left."""
     model = plain()
     optimizer = SGD(model.parameters(), lr=LR, momentum=0.9)
     for epoch in range(EPOCHS):
-        parts = [[sample(part, number, epoch) for number in range(size)] for part, size in enumerate(LENGTHS)]
+        parts = parts_of(LENGTHS, epoch)
         share = BATCH * ACCUMULATE
         for begin in range(0, max(LENGTHS), share):
             optimizer.zero_grad()
-            squares(model, [each for part in parts for each in part[begin : begin + share]]).backward()
+            batch = chain.from_iterable(part[begin : begin + share] for part in parts)
+            squares(model, list(batch)).backward()
             optimizer.step()
-    held_out = [sample(part, number, 0) for part, size in enumerate(VAL_LENGTHS) for number in range(size)]
+    held_out = list(chain.from_iterable(parts_of(VAL_LENGTHS, 0)))
     return {name: value.detach() for name, value in model.named_parameters()}, squares(model, held_out).item()
 
 

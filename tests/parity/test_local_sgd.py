@@ -60,10 +60,10 @@ def rule(how: How, *, ranks: int, warmup: int = 0, **outer: Any) -> dict[str, Te
 def mean_of(replicas: list[nn.Module]) -> dict[str, Tensor]:
     states = [model.state_dict() for model in replicas]
     parameters = dict(replicas[0].named_parameters())
-    return {
-        name: torch.stack([state[name] for state in states]).mean(dim=0) if name in parameters else value
-        for name, value in states[0].items()
-    }
+    means = dict(states[0])
+    for name in parameters:
+        means[name] = torch.stack([state[name] for state in states]).mean(dim=0)
+    return means
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_ranks_agree_after_each_average_only(rank_pool: RankPool) -> None:
     """With a warm-up of two steps, and averages every three: nor do evaluations move weights or their averages."""
     plain = rank_pool.run(train_and_look, looks=False, ranks=3)
     watched = rank_pool.run(train_and_look, looks=True, ranks=3)
-    same = [
-        step
-        for step, (one, *others) in enumerate(zip(*(weights for weights, _ in plain), strict=True), start=1)
-        if all(torch.equal(one["0.weight"], other["0.weight"]) for other in others)
-    ]
-    assert same == [1, 2, 5, 8]
+    weights_of_ranks = [weights for weights, _ in plain]
+    agreeing_steps = []
+    for step, (one, *others) in enumerate(zip(*weights_of_ranks, strict=True), start=1):
+        if all(torch.equal(one["0.weight"], other["0.weight"]) for other in others):
+            agreeing_steps.append(step)
+    assert agreeing_steps == [1, 2, 5, 8]
     for (weights, average), (again, average_again) in zip(plain, watched, strict=True):
         results.assert_same(again[-1], weights[-1])
         results.assert_same(average_again, average)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -180,16 +180,23 @@ def mean(_: int, gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(gradients)).mean(dim=0)
 
 
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
 def steps_of(data: TensorDataset, *, ranks: int, passes: int, cuts: int = 1) -> Iterator[list[list[Batch]]]:
-    """For each step the micro-batches of every rank. cuts: of each pass, in a pipeline."""
+    """Yield the micro-batches of every rank, step by step. cuts: parts of each pass, in a pipeline."""
     plan = plan_batches(
         batch_size=BATCH, global_batch_size=BATCH * ranks * passes, world_size=ranks, accumulate=passes * cuts
     )
     order = GlobalOrder(len(data), seed=0, shuffle=True)
     for epoch in count():
         for batch in order.indices(epoch).split(plan.global_batch_size):
-            parts = [micro_batches(plan, global_count=len(batch), rank=rank) for rank in range(ranks)]
-            yield [[data[batch[list(part)]] for part in own if part] for own in parts]
+            of_ranks = []
+            for rank in range(ranks):
+                parts = micro_batches(plan, global_count=len(batch), rank=rank)
+                of_ranks.append([data[batch[list(part)]] for part in parts if part])
+            yield of_ranks
 
 
 def plain_loop(
@@ -211,7 +218,7 @@ def plain_loop(
     scalers = [torch.amp.GradScaler("cpu", enabled=is_scaled) for _ in replicas]
     norms = []
     for number, of_ranks in enumerate(steps, start=1):
-        total = sum(len(targets) for own in of_ranks for _, targets in own)
+        total = sum(len(targets) for _, targets in chain.from_iterable(of_ranks))
         exchanges = number <= exchanging_steps
         if exchanges:
             for model in replicas[1:]:
@@ -222,10 +229,9 @@ def plain_loop(
                 scaler.scale(loss * (len(targets) * len(replicas) / total)).backward()
         for place, same in enumerate(zip(*(model.parameters() for model in replicas), strict=True)):
             if exchanges and any(each.grad is not None for each in same):
-                gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in same]
-                both = exchange(place, gradients)
-                for each in same:
-                    each.grad = both.clone()
+                exchanged = exchange(place, [_gradient(parameter) for parameter in same])
+                for parameter in same:
+                    parameter.grad = exchanged.clone()
         for model, optimizer, scaler in zip(replicas, optimizers, scalers, strict=True):
             scaler.unscale_(optimizer)
             norms.append(clip(list(model.parameters())))

@@ -16,7 +16,7 @@ import pytest
 
 from framework.command import compose
 from framework.launch.fork_server import ForkServer
-from tests.helpers.documents import ONLY_ANSWERS, Command, commands, covering, documents, write_shown_files
+from tests.helpers.documents import ONLY_ANSWERS, Command, all_commands, covering, write_shown_files
 from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc
@@ -37,13 +37,14 @@ Answer = Callable[..., int]
 
 
 def chosen() -> list[Command]:
-    every = [command for file in documents() for command in commands(file.read_text(), place=file.name)]
-    here = [
-        command._replace(arguments=[text for text in command.arguments if not LEFT_OUT.fullmatch(text)])
-        for command in every
-        if not (ONLY_ANSWERS | {"…"}) & set(command.arguments) and not any(map(NOT_HERE.fullmatch, command.arguments))
-    ]
-    return covering(here, options=True)
+    possible = []
+    for command in all_commands():
+        only_answers = (ONLY_ANSWERS | {"…"}) & set(command.arguments)
+        if only_answers or any(map(NOT_HERE.fullmatch, command.arguments)):
+            continue
+        arguments = [text for text in command.arguments if not LEFT_OUT.fullmatch(text)]
+        possible.append(command._replace(arguments=arguments))
+    return covering(possible, options=True)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +106,11 @@ def _short(command: Command, request: pytest.FixtureRequest) -> list[str]:
     arguments = list(command.arguments)
     if any(A_RUN.search(text) or "CHECKPOINT" in text for text in arguments):
         # Other recipes' commands are run with a run of digits.
-        own = [name for name in ("majority", "gpt_char") if any(f"outputs/{name}/" in text for text in arguments)]
-        run = str(request.getfixturevalue("run_of")(own[0] if own else "digits"))
+        recipe = "digits"
+        for name in ("majority", "gpt_char"):
+            if any(f"outputs/{name}/" in text for text in arguments):
+                recipe = name
+        run = str(request.getfixturevalue("run_of")(recipe))
         arguments = [A_RUN.sub(run, text).replace("=CHECKPOINT", f"={run}") for text in arguments]
         arguments = [text.replace("CHECKPOINT", "last") for text in arguments]
     (job,) = {text.removeprefix("job=") for text in arguments if text.startswith("job=")} or {"train"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,10 +27,9 @@ def tensors(part) -> tuple[Tensor, ...]:
 
 
 def same(one: Datasets, other: Datasets) -> bool:
-    parts = [
-        pair for each, its in zip(one, other, strict=True) for pair in zip(tensors(each), tensors(its), strict=True)
-    ]
-    return all(torch.equal(a, b) for a, b in parts)
+    ours = chain.from_iterable(tensors(part) for part in one)
+    theirs = chain.from_iterable(tensors(part) for part in other)
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def shapes(model: nn.Module) -> list[tuple[int, ...]]:

@@ -22,6 +22,7 @@ from framework.system.run_dir import create_run_dir
 from tests.helpers.documents import (
     ONLY_ANSWERS,
     Command,
+    all_commands,
     commands,
     covering,
     documents,
@@ -30,15 +31,16 @@ from tests.helpers.documents import (
 )
 from tests.helpers.source import ROOT
 
-ALL = [command for file in documents() for command in commands(file.read_text(), place=file.name)]
+ALL = all_commands()
 BY_DEFAULT = covering(
     (command for command in ALL if command.place == "README.md" and "-m" not in command.arguments), options=False
 )
-DIFFERENT = [
-    pytest.param(command, marks=() if command in BY_DEFAULT else pytest.mark.exhaustive)
-    for command in {tuple(command.arguments): command for command in [*ALL, *BY_DEFAULT]}.values()
+# What several pages show is tried once.
+DIFFERENT = list({tuple(command.arguments): command for command in [*ALL, *BY_DEFAULT]}.values())
+# By default, each key that the README shows is tried.
+TRIED = [
+    command if command in BY_DEFAULT else pytest.param(command, marks=pytest.mark.exhaustive) for command in DIFFERENT
 ]
-"""What several pages show is tried once; by default each key that the README shows."""
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def test_the_readme_shows_commands() -> None:
 
 # Hydra logs when it is asked for information.
 @pytest.mark.usefixtures("own_state")
-@pytest.mark.parametrize("command", DIFFERENT, ids=lambda command: f"{command.place}: {command.text}")
+@pytest.mark.parametrize("command", TRIED, ids=lambda command: f"{command.place}: {command.text}")
 def test_a_shown_command_composes_and_fits_its_targets(
     command: Command, shown: Path, requests: list[Request], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,8 +107,9 @@ def _stand_ins(command: Command, requests: list[Request], *, folder: Path) -> li
 
 
 def test_placeholders_and_make_targets_exist() -> None:
-    shown = [argument for command in ALL for argument in command.placeholders if "=" in argument]
-    assert {argument.partition("=")[0] for argument in shown} <= set(known_keys())
+    for command in ALL:
+        keys = {argument.partition("=")[0] for argument in command.placeholders if "=" in argument}
+        assert keys <= set(known_keys()), command
     known = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for file in documents():
         assert make_targets(file.read_text()) <= known, file

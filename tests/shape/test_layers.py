@@ -33,14 +33,15 @@ LAYERS: tuple[set[str], ...] = (
     {"api"},
     {"__main__", "__init__"},
 )
-HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
+HEIGHT: dict[str, int] = {}
+for _height, _rooms in enumerate(LAYERS):
+    HEIGHT |= dict.fromkeys(_rooms, _height)
 FRAMEWORK = modules_in("framework")
 RECIPES = modules_in("recipes")
 OWN_RECIPES = {"blank"}
 """Recipes with nothing in them, which the framework may name."""
-RECIPE_NAMES = {path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml")} - OWN_RECIPES | {
-    name.rpartition(".")[2] for name in RECIPES
-}
+RECIPE_NAMES = {path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml")} - OWN_RECIPES
+RECIPE_NAMES |= {name.rpartition(".")[2] for name in RECIPES}
 
 
 def room(name: str) -> str:
@@ -80,7 +81,8 @@ def test_every_module_has_a_layer() -> None:
 
 
 def test_imports_point_down() -> None:
-    assert [fault for module in FRAMEWORK.values() for fault in upward(module, FRAMEWORK)] == []
+    for module in FRAMEWORK.values():
+        assert list(upward(module, FRAMEWORK)) == []
 
 
 def test_no_import_cycles() -> None:
@@ -89,11 +91,13 @@ def test_no_import_cycles() -> None:
 
 
 def test_the_framework_names_no_recipe() -> None:
-    assert [fault for module in FRAMEWORK.values() for fault in names_a_recipe(module)] == []
+    for module in FRAMEWORK.values():
+        assert list(names_a_recipe(module)) == []
 
 
 def test_recipes_use_public_names_only() -> None:
-    assert [fault for module in RECIPES.values() for fault in beyond_the_public_names(module)] == []
+    for module in RECIPES.values():
+        assert list(beyond_the_public_names(module)) == []
 
 
 def test_public_names_exist() -> None:
@@ -101,7 +105,9 @@ def test_public_names_exist() -> None:
 
 
 def modules(**texts: str) -> dict[str, Module]:
-    return {name: Module(name, text) for name, text in ((key.replace("__", "."), text) for key, text in texts.items())}
+    """Return modules with these texts; `__` in a keyword is a dot in the module's name."""
+    named = {key.replace("__", "."): text for key, text in texts.items()}
+    return {name: Module(name, text) for name, text in named.items()}
 
 
 def test_the_rules_see_what_breaks_them() -> None:
