@@ -1,11 +1,13 @@
-"""The loader that evaluates a map-style dataset."""
+"""Loaders of map-style datasets, and what they load."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from framework.data.batching import plan_batches
 from framework.data.loader import EvalLoader, MapLoader
+from framework.data.stream import StreamLoader
 from tests.helpers.contexts import CPU
 
 
@@ -15,3 +17,9 @@ def eval_loader(
     plan = plan_batches(batch_size=batch_size, global_batch_size=None, world_size=world_size, accumulate=1)
     loader = MapLoader(dataset, split="val", plan=plan, rank=rank, device=CPU, **how)
     return EvalLoader(loader, turns=batch_size, is_even=is_even)
+
+
+def micro_batches(loader: MapLoader | StreamLoader, epoch: int, start: int = 0) -> Iterator[Any]:
+    """Yield the micro-batches of an epoch from a sample on."""
+    for window in loader.epoch(epoch, start):
+        yield from window.micro_batches

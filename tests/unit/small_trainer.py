@@ -64,8 +64,12 @@ class Numbers:
         raise AssertionError("who made a logger closes it")
 
     def of(self, part: str) -> list[tuple[int, int]]:
-        """(step, epoch) of every report of `train` or `val`."""
-        return [(step, epoch) for step, epoch, values in self.logged if any(name.startswith(part) for name in values)]
+        """Return the (step, epoch) of every log of `train` or `val`."""
+        logs = []
+        for step, epoch, values in self.logged:
+            if any(name.startswith(part) for name in values):
+                logs.append((step, epoch))
+        return logs
 
     def losses(self) -> dict[int, float]:
         return {step: values["train/loss"] for step, _, values in self.logged if "train/loss" in values}
@@ -259,9 +263,10 @@ class Recorder:
 
 
 def without_speed(numbers: Numbers) -> list[Any]:
-    """All that was logged, but how fast it went, and in which phase."""
-    apart = ("train/samples_per_s", "time/", "skew/", "device/")
-    return [
-        (step, epoch, {name: value for name, value in values.items() if not name.startswith(apart)})
-        for step, epoch, values in numbers.logged
-    ]
+    """Return all that was logged without speeds and times."""
+    varying = ("train/samples_per_s", "time/", "skew/", "device/")
+    logs = []
+    for step, epoch, values in numbers.logged:
+        repeatable = {name: value for name, value in values.items() if not name.startswith(varying)}
+        logs.append((step, epoch, repeatable))
+    return logs

@@ -84,7 +84,7 @@ def test_adding_keeps_no_graph() -> None:
 
 @pytest.mark.parametrize(("step", "bad"), [(1, math.nan), (1024, math.inf), (1025, -math.inf), (1500, math.nan)])
 def test_the_first_non_finite_step_is_exact(step: int, bad: float) -> None:
-    meter = filled({each: bad if each in (step, step + 3) else 1.0 for each in range(1, 1600)})
+    meter = filled(dict.fromkeys(range(1, 1600), 1.0) | {step: bad, step + 3: bad})
     assert not math.isfinite(meter.reduce(cpu_context())[0]["loss"])
     assert meter.first_nonfinite_step(cpu_context()) == step
 
@@ -161,7 +161,10 @@ def test_a_rank_may_lack_names_in_later_reductions(rank_pool: RankPool) -> None:
 
 
 def first_bad_step(context: Context, bad: dict[int, int]) -> int | None:
-    meter = filled({step: math.nan if step == bad.get(context.rank) else 1.0 for step in range(1, 12)})
+    losses = dict.fromkeys(range(1, 12), 1.0)
+    if context.rank in bad:
+        losses[bad[context.rank]] = math.nan
+    meter = filled(losses)
     return meter.first_nonfinite_step(context)
 
 

@@ -57,7 +57,8 @@ def test_pt_keeps_tensors_and_leaves_no_gap(tmp_path: Path, sizes: tuple[int, ..
     whole = {"x": torch.arange(6.0 * sum(sizes)).reshape(-1, 2, 3).bfloat16(), "new": torch.arange(sum(sizes)) > 1}
     shares: list[Columns] = []
     for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
-        shares.append({name: values[end - size : end] for name, values in whole.items()} if size else {})
+        columns = {name: values[end - size : end] for name, values in whole.items()}
+        shares.append(columns if size else {})
     for suffix in (".csv", ".pt"):
         assert write_predictions(shares, tmp_path / f"all{suffix}") == sum(sizes)
     columns = torch.load(tmp_path / "all.pt", weights_only=True)

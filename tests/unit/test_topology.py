@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain, product
 
 import pytest
 from hypothesis import given
@@ -42,8 +43,8 @@ def test_every_gpu_is_used_once(procs, span, least, gpus):
     assert procs in (None, topology.procs_per_node)
     assert span in (None, topology.span)
     assert topology.span >= least
-    owned = [index for rank in range(topology.world_size) for index in topology.device_indices(rank)]
-    assert owned == list(range(gpus))
+    owned = chain.from_iterable(map(topology.device_indices, range(topology.world_size)))
+    assert list(owned) == list(range(gpus))
     assert topology.gpus_per_node == gpus
     assert not topology.shares_gpus
     for rank in range(topology.world_size):
@@ -61,7 +62,7 @@ def test_shared_gpus_wrap_around_and_each_is_used(procs, span, least, gpus):
     topology = resolve_topology(settings, gpus=gpus)
     assert topology.span == span
     assert topology.procs_per_node == procs or procs is None
-    uses = [index for local in range(topology.procs_per_node) for index in topology.device_indices(local)]
+    uses = list(chain.from_iterable(map(topology.device_indices, range(topology.procs_per_node))))
     assert uses == [use % gpus for use in range(topology.procs_per_node * span)]
     assert set(uses) == set(range(gpus))
     assert topology.shares_gpus == (len(uses) > gpus)
@@ -83,14 +84,14 @@ def _possible(procs: int | None, span: int | None, least: int, gpus: int) -> boo
     else:
         spans = list(range(1, gpus + 1))
     numbers = [procs] if procs is not None else range(1, gpus + 1)
-    return any(number * size == gpus for number in numbers for size in spans if size >= least)
+    return any(number * size == gpus and size >= least for number, size in product(numbers, spans))
 
 
 @given(nnodes=st.integers(1, 5), procs=st.integers(1, 9), gpus=st.sampled_from([0, 1, 2]))
 def test_ranks_are_numbered_node_by_node(nnodes, procs, gpus):
     settings = asked(procs, 1, 1, nnodes=nnodes, share_gpus=procs > gpus)
     topology = resolve_topology(settings, gpus=min(gpus, procs))
-    ranks = [topology.rank_of(node, local) for node in range(nnodes) for local in range(procs)]
+    ranks = [topology.rank_of(node, local) for node, local in product(range(nnodes), range(procs))]
     assert ranks == list(range(topology.world_size))
     assert topology.world_size == nnodes * procs
 

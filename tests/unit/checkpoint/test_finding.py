@@ -117,9 +117,14 @@ def cut(file: Path, *, eighths: int) -> None:
 def test_a_changed_file_means_an_earlier_checkpoint(folder: Path, name: str) -> None:
     file = folder / STEP_30 / name
     content = file.read_bytes()
+    num_bits = 8 * len(content)
     damages: list[Callable[[], object]] = [
-        *(lambda bit=bit: flip(file, bit) for bit in (0, 4 * len(content), 8 * len(content) - 9)),
-        *(lambda part=part: cut(file, eighths=part) for part in (0, 4, 7)),
+        lambda: flip(file, 0),
+        lambda: flip(file, num_bits // 2),
+        lambda: flip(file, num_bits - 9),
+        lambda: cut(file, eighths=0),
+        lambda: cut(file, eighths=4),
+        lambda: cut(file, eighths=7),
         file.unlink,
     ]
     for damage in damages:

@@ -109,13 +109,14 @@ def save(folder: Path, model: nn.Module, optimizer: Any, *, step: int = 5) -> Pa
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """All tensors, as whole ones, and the rest."""
-    found = {
-        name: full_tensor(value) if isinstance(value, Tensor) else value for name, value in model.state_dict().items()
-    }
+    """Return all entries of both; sharded tensors become whole ones."""
+    state = dict(model.state_dict())
     for number, entry in optimizer.state_dict()["state"].items():
-        found |= {f"{number} {name}": full_tensor(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
-    return found
+        state |= {f"{number} {name}": value for name, value in entry.items()}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = full_tensor(value)
+    return state
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, RowMeans])

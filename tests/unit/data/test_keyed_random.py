@@ -19,6 +19,7 @@ from framework.data.keyed_random import KeyedRandom
 from framework.data.loader import LoaderOptions as Options
 from framework.data.loader import MapLoader
 from framework.data.object_graph import reachable
+from tests.helpers.loaders import micro_batches
 
 CPU = torch.device("cpu")
 SIZE = 12
@@ -53,9 +54,13 @@ def loader(
     return MapLoader(dataset, split="train", plan=plan, rank=rank, device=CPU, options=options, seed=seed, **how)
 
 
+def first_draws(batches: list[Any]) -> list[Any]:
+    return [batch[0][0] for batch in batches]
+
+
 def batches(loading: MapLoader, epoch: int = 1, start: int = 0) -> list[Any]:
     try:
-        return [micro.batch for window in loading.epoch(epoch, start) for micro in window.micro_batches]
+        return [micro.batch for micro in micro_batches(loading, epoch, start)]
     finally:
         loading.close()
 
@@ -292,8 +297,9 @@ def test_collate_draws_by_its_first_sample(make: Callable[[], Any]) -> None:
     assert drawn(start=4) == wanted[1:]
     # Micro-batches of two ranks that begin where those of one rank do draw the same.
     ranks = [drawn(rank=rank, world_size=2, batch_size=2) for rank in range(2)]
-    assert [batch[0][0] for batch in ranks[0]] == [batch[0][0] for batch in wanted]
-    assert not {batch[0][0] for batch in ranks[0]} & {batch[0][0] for batch in ranks[1]}
+    first, second = (first_draws(batches) for batches in ranks)
+    assert first == first_draws(wanted)
+    assert not set(first) & set(second)
     for other in (drawn(epoch=2), drawn(seed=6)):
-        assert not {batch[0][0] for batch in wanted} & {batch[0][0] for batch in other}
+        assert not set(first_draws(wanted)) & set(first_draws(other))
     assert torch.equal(torch.get_rng_state(), before)

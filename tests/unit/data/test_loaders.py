@@ -8,7 +8,7 @@ import random
 import signal
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from framework.data.loader import LoaderOptions as Options
 from framework.data.order import GlobalOrder
 from framework.data.prefetch import prefetch, to_device
 from framework.errors import DataError, RunError
-from tests.helpers.loaders import eval_loader
+from tests.helpers.loaders import eval_loader, micro_batches
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -137,8 +137,9 @@ def test_batches_are_those_of_a_plain_loop(way: str, plan: tuple[int, int, int])
                 next(next(left).micro_batches)
                 left.close()
         assert [loader.steps_per_epoch for loader in loaders] == [-(-size // global_batch)] * world_size
-        ends = [[window.epoch_end for window in taken(loader.epoch(0))] for loader in loaders]
-        assert ends == [[False] * (loaders[0].steps_per_epoch - 1) + [True]] * world_size
+        for loader in loaders:
+            ends = [window.epoch_end for window in taken(loader.epoch(0))]
+            assert ends == [False] * (loaders[0].steps_per_epoch - 1) + [True]
     finally:
         for loader in loaders:
             loader.close()
@@ -168,7 +169,9 @@ def drawn(dataset: Any, loading: Options, *, world_size=1, batch_size=4, epoch=1
         )
         for window in loader.epoch(epoch, start):
             for index, numbers in (micro.batch for micro in window.micro_batches if micro.num_samples):
-                columns = torch.stack([n.flatten() for n in numbers], 1) if isinstance(numbers, list) else numbers
+                columns = numbers
+                if isinstance(numbers, list):
+                    columns = torch.stack([column.flatten() for column in numbers], 1)
                 found |= dict(zip(index.tolist(), map(tuple, columns.tolist()), strict=True))
         loader.close()
     return found
@@ -216,12 +219,13 @@ def test_evaluation_loads_every_sample_once(world_size, is_even):
         batches = [list(loader) for loader in loaders]
         if is_even:
             assert len({len(found) for found in batches}) == 1
-        counted = [micro for found in batches for micro in found if micro.num_samples]
+        counted = [micro for micro in chain.from_iterable(batches) if micro.num_samples]
+        stand_ins = [micro for micro in chain.from_iterable(batches) if not micro.num_samples]
         assert sorted(torch.cat([micro.batch[1] for micro in counted]).tolist()) == list(range(size))
-        in_turn = [micro for of_window in zip_longest(*batches) for micro in of_window if micro and micro.num_samples]
+        in_turn = [micro for micro in chain.from_iterable(zip_longest(*batches)) if micro and micro.num_samples]
         assert torch.cat([micro.batch[1] for micro in in_turn]).tolist() == list(range(size))
         assert all(micro.num_samples == len(micro.batch[0]) <= 4 for micro in counted)
-        assert all(len(micro.batch[0]) == 1 for found in batches for micro in found if not micro.num_samples)
+        assert all(len(micro.batch[0]) == 1 for micro in stand_ins)
         (first,) = list(loaders[0].first(1))
         assert_same_batch(first.batch, batches[0][0].batch)
 
@@ -320,7 +324,7 @@ def of_worker(index: int) -> Tensor:
 
 def test_workers_end_with_their_process():
     loader = make_train(Made(of_worker, 8), options=Options(num_workers=2))
-    numbers = [micro.batch for window in loader.epoch(0) for micro in window.micro_batches]
+    numbers = [micro.batch for micro in micro_batches(loader, 0)]
     asked, pids = torch.cat(numbers).unbind(1)
     assert set(asked.tolist()) == {signal.SIGKILL}
     assert len(set(pids.tolist())) == 2

@@ -19,6 +19,7 @@ from framework.data.identity import DataIdentity
 from framework.data.loader import LoaderOptions as Options
 from framework.data.loader import MapLoader
 from framework.errors import CheckpointError, RunError
+from tests.helpers.loaders import micro_batches
 
 CPU = torch.device("cpu")
 SIZE = 12
@@ -49,7 +50,7 @@ def loader(dataset: Any, options: Options = IN_PROCESS, *, seed: int = 5, **how:
 
 def loaded(loading: MapLoader, epoch: int = 0, start: int = 0) -> list[Any]:
     try:
-        return [micro.batch for window in loading.epoch(epoch, start) for micro in window.micro_batches]
+        return [micro.batch for micro in micro_batches(loading, epoch, start)]
     finally:
         loading.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from framework.data.order import GlobalOrder, WindowIndices, epoch_indices, wind
 from framework.data.stream import StreamPlan
 from framework.distributed.seed import mix
 from framework.errors import ConfigError, DataError
+from framework.types import MicroIndices
 
 SIZES = st.integers(1, 257)
 WORLD_SIZES = st.integers(1, 8)
@@ -30,7 +33,23 @@ def steps_of(order: GlobalOrder, plan: BatchPlan, **kwargs) -> list[list[WindowI
 
 def samples_of(step: list[WindowIndices]) -> list[int]:
     """Return the samples that count, in the order of ranks and micro-batches."""
-    return [i for window in step for micro in window.micro_batches if micro.num_samples for i in micro.indices.tolist()]
+    indices = []
+    for micro in micro_batches_of(step):
+        if micro.num_samples:
+            indices += micro.indices.tolist()
+    return indices
+
+
+def micro_batches_of(step: list[WindowIndices]) -> Iterator[MicroIndices]:
+    return chain.from_iterable(window.micro_batches for window in step)
+
+
+def counts_of(step: list[WindowIndices]) -> list[list[int]]:
+    """Return the numbers of samples of each rank's micro-batches."""
+    counts = []
+    for window in step:
+        counts.append([micro.num_samples for micro in window.micro_batches])
+    return counts
 
 
 @given(data=st.data(), size=SIZES, plan=PLANS, shuffle=st.booleans(), limit=st.none() | st.integers(1, 20))
@@ -40,11 +59,11 @@ def test_every_sample_is_taken_once_from_any_cursor(data, size, plan, shuffle, l
     start = data.draw(st.integers(0, end - 1))
     steps = steps_of(order, plan, epoch=2, start=start, limit=limit)
 
-    assert [i for step in steps for i in samples_of(step)] == order.indices(2)[start:end].tolist()
+    assert list(chain.from_iterable(map(samples_of, steps))) == order.indices(2)[start:end].tolist()
     assert [len(samples_of(step)) for step in steps[:-1]] == [plan.global_batch_size] * (len(steps) - 1)
-    assert [{window.epoch_end for window in step} for step in steps] == [{False}] * (len(steps) - 1) + [{True}]
     for step in steps:
-        counts = [[micro.num_samples for micro in window.micro_batches] for window in step]
+        assert {window.epoch_end for window in step} == {step is steps[-1]}
+        counts = counts_of(step)
         totals = [sum(of_rank) for of_rank in counts]
         assert {window.global_count for window in step} == {sum(totals)}
         # The work is even, and every rank joins each exchange of gradients.
@@ -61,10 +80,10 @@ def test_a_step_takes_the_same_samples_everywhere(size, plan):
     order = GlobalOrder(size, seed=0, shuffle=True)
     alone = steps_of(order, BatchPlan(plan.global_batch_size, 1, 1), epoch=1)
     together = steps_of(order, plan, epoch=1)
-    assert [samples_of(step) for step in alone] == [samples_of(step) for step in together]
+    assert list(map(samples_of, alone)) == list(map(samples_of, together))
     # A rank without samples computes with one of the same global batch, at weight 0.
     for step in together:
-        for micro in (micro for window in step for micro in window.micro_batches):
+        for micro in micro_batches_of(step):
             assert len(micro.indices) == max(micro.num_samples, 1)
             assert set(micro.indices.tolist()) <= set(samples_of(step))
 
@@ -77,7 +96,7 @@ def test_batch_size_is_what_one_forward_takes(batch_size, world_size, accumulate
     plan = plan_batches(batch_size=batch_size, global_batch_size=None, **ranks)
     assert plan == BatchPlan(batch_size * world_size * accumulate, accumulate, world_size)
     (step,) = steps_of(GlobalOrder(plan.global_batch_size, seed=0, shuffle=True), plan, epoch=0)
-    assert all([micro.num_samples for micro in each.micro_batches] == [batch_size] * accumulate for each in step)
+    assert counts_of(step) == [[batch_size] * accumulate] * world_size
     # The stages of a pipeline cut what a copy of the model takes at once; the global batch stays.
     cut = plan_batches(batch_size=batch_size, global_batch_size=None, cuts=stage_cuts, **ranks)
     assert cut == BatchPlan(plan.global_batch_size, accumulate * stage_cuts, world_size)
@@ -86,8 +105,7 @@ def test_batch_size_is_what_one_forward_takes(batch_size, world_size, accumulate
 def test_a_global_batch_needs_samples_for_every_forward():
     plan = plan_batches(batch_size=1000, global_batch_size=50, world_size=4, accumulate=3)
     (step,) = steps_of(GlobalOrder(50, seed=0, shuffle=False), plan, epoch=0)
-    counts = [[micro.num_samples for micro in window.micro_batches] for window in step]
-    assert counts == [[5, 4, 4], [5, 4, 4], [4, 4, 4], [4, 4, 4]]
+    assert counts_of(step) == [[5, 4, 4], [5, 4, 4], [4, 4, 4], [4, 4, 4]]
     for world_size, accumulate, cuts in ((4, 1, 1), (1, 4, 1), (2, 1, 2)):
         ranks: dict[str, Any] = {"world_size": world_size, "accumulate": accumulate, "cuts": cuts}
         with pytest.raises(ConfigError, match=r"global_batch_size=3 .* 4 forward passes(.|\n)*global_batch_size=4"):
@@ -103,7 +121,7 @@ def test_own_samples_make_no_empty_micro_batch(data, plan):
     full = len(share(plan.global_batch_size, rank=rank, world_size=plan.world_size))
     count = data.draw(st.integers(0, full))
     parts = StreamPlan("train", plan, rank, is_sharded=True).micro_batches(count, source=rank)
-    assert [position for part in parts for position in part] == list(range(count))
+    assert list(chain.from_iterable(parts)) == list(range(count))
     assert len(parts) <= plan.micro_batches
     assert all(0 < len(part) <= -(-full // plan.micro_batches) for part in parts)
 
@@ -118,11 +136,9 @@ def test_a_cursor_outside_the_epoch_is_refused(start):
 
 def test_seed_and_epoch_decide_the_permutation():
     before = torch.get_rng_state()
-    orders = {
-        (seed, epoch): tuple(GlobalOrder(100, seed, shuffle=True).indices(epoch).tolist())
-        for seed in range(4)
-        for epoch in range(4)
-    }
+    orders = {}
+    for seed, epoch in product(range(4), range(4)):
+        orders[seed, epoch] = tuple(GlobalOrder(100, seed, shuffle=True).indices(epoch).tolist())
     assert all(sorted(order) == list(range(100)) for order in orders.values())
     assert len(set(orders.values())) == len(orders)
     assert GlobalOrder(5, seed=1, shuffle=False).indices(4).tolist() == [0, 1, 2, 3, 4]

@@ -16,7 +16,7 @@ from framework.data.batching import plan_batches
 from framework.data.loader import LoaderOptions as Options
 from framework.data.loader import MapLoader
 from framework.errors import DataError, RunError
-from tests.helpers.loaders import eval_loader
+from tests.helpers.loaders import eval_loader, micro_batches
 from tests.unit.streams import make_loader
 
 CPU = torch.device("cpu")
@@ -85,11 +85,11 @@ def loader(dataset: Any, options: Options, **how: Any) -> MapLoader:
 
 
 def batches(loading: MapLoader, epoch: int, start: int = 0) -> list[Any]:
-    return [micro.batch for window in loading.epoch(epoch, start) for micro in window.micro_batches]
+    return [micro.batch for micro in micro_batches(loading, epoch, start)]
 
 
 def rows(loading: MapLoader, epoch: int, start: int = 0) -> set[tuple[float, ...]]:
-    return {tuple(row) for batch in batches(loading, epoch, start) for row in batch.tolist()}
+    return set(map(tuple, torch.cat(batches(loading, epoch, start)).tolist()))
 
 
 @pytest.mark.parametrize("options", WAYS, ids=NAMES)
@@ -211,7 +211,8 @@ def test_evaluation_sets_the_epoch_of_the_weights(options: Options) -> None:
         for epoch in (0, 1, 4):
             assert {row[1] for row in rows(training, epoch)} == {epoch}
             evaluation.set_epoch(epoch)
-            assert {int(row[1]) for micro in evaluation for row in micro.batch} == {epoch}
+            for micro in evaluation:
+                assert {int(row[1]) for row in micro.batch} == {epoch}
     finally:
         training.close()
         evaluation.close()
@@ -232,8 +233,8 @@ def test_what_a_stream_holds_is_told(in_worker: bool) -> None:
     loading = make_loader(Stream(), collate_fn=Stack(), in_worker=in_worker)
     try:
         for epoch in (0, 1, 5):
-            found = [micro.batch for window in loading.epoch(epoch) for micro in window.micro_batches]
-            assert {(row[0], row[1], row[3]) for batch in found for row in batch.tolist()} == {(epoch, epoch, epoch)}
+            samples = torch.cat([micro.batch for micro in micro_batches(loading, epoch)])
+            assert {(row[0], row[1], row[3]) for row in samples.tolist()} == {(epoch, epoch, epoch)}
     finally:
         loading.close()
 

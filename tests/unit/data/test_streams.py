@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,14 @@ def targets(window: Any) -> list[list[float]]:
     assert len(micro_batches) == window.num_micro_batches == len(window.indices)
     # A stand-in is a batch, too.
     assert all(len(each.batch[0]) for each in micro_batches)
-    assert [each.num_samples for each in window.indices] == [each.num_samples for each in micro_batches]
-    return [each.batch[1].tolist() if each.num_samples else [] for each in micro_batches]
+    for indices, micro in zip(window.indices, micro_batches, strict=True):
+        assert indices.num_samples == micro.num_samples
+    return [target_of(micro) for micro in micro_batches]
+
+
+def target_of(micro: Any) -> list[float]:
+    """Return the targets of a micro-batch; none for a stand-in."""
+    return list(micro.batch[1].tolist()) if micro.num_samples else []
 
 
 def read(context: Context, cases: Sequence[Case]) -> list[Any]:
@@ -90,25 +97,32 @@ def read(context: Context, cases: Sequence[Case]) -> list[Any]:
             resumed.load_state_dict(every, samples=taken[after])
         rest = [targets(window) for window in resumed.epoch(1, taken[after])]
         assert rest == [each for each, *_ in windows[after:]]
-        assert [targets(each) for each in resumed.epoch(2)] == [targets(each) for each in straight.epoch(2)]
+        for window, again in zip(straight.epoch(2), resumed.epoch(2), strict=True):
+            assert targets(window) == targets(again)
 
         evaluated = []
         for is_even in (False, True):
             how: Any = {"is_sharded": case.is_sharded, "batch_size": case.batch_size, "is_even": is_even}
             evaluation = make_eval_loader(Parts(case.lengths), context, exchange=exchange, **how)
             batches = list(evaluation)
-            assert [each.batch[1].tolist() for each in batches] == [each.batch[1].tolist() for each in evaluation]
-            evaluated.append([each.batch[1].tolist() if each.num_samples else [] for each in batches])
+            for micro, again in zip(batches, evaluation, strict=True):
+                assert micro.batch[1].tolist() == again.batch[1].tolist()
+            evaluated.append([target_of(micro) for micro in batches])
         found.append((windows, evaluated))
     return found
 
 
 def parts_of(lengths: tuple[int, ...], epoch: int) -> list[list[float]]:
-    return [[sample(part, n, epoch)[1].item() for n in range(size)] for part, size in enumerate(lengths)]
+    parts = []
+    for part, size in enumerate(lengths):
+        parts.append([sample(part, number, epoch)[1].item() for number in range(size)])
+    return parts
 
 
 def flat(nested: Any) -> list[float]:
-    return [value for each in nested for value in (flat(each) if isinstance(each, list) else [each])]
+    if not isinstance(nested, list):
+        return [nested]
+    return list(chain.from_iterable(map(flat, nested)))
 
 
 CASES = (
@@ -143,10 +157,11 @@ def test_every_sample_is_taken_once_in_step(rank_pool: RankPool) -> None:
                 assert step[0][3] is None
             else:
                 assert step[0][3] == min(rank for rank in range(3) if flat(step[rank][0])), case
-            micro = [len(each) for window in step for each in window[0]]
-            assert max(micro) <= case.batch_size, case
+            micro_batches = chain.from_iterable(window[0] for window in step)
+            assert max(map(len, micro_batches)) <= case.batch_size, case
         if case.is_sharded:
-            assert [flat([window[0] for window in run]) for run in runs] == parts, case
+            for run, part in zip(runs, parts, strict=True):
+                assert flat([window[0] for window in run]) == part, case
         for uneven, even in evaluations:
             assert [each for each in even if each] == uneven, case
         assert len({len(even) for _, even in evaluations}) == 1, case
@@ -161,8 +176,10 @@ def steps(context: Context, cases: list[Case]) -> list[Any]:
     for case in cases:
         try:
             loader = make_loader(Parts(case.lengths), context, exchange=exchange, **case.loader)
-            windows = list(loader.epoch(0))
-            found.append([([len(each) for each in targets(w)], w.global_count, w.epoch_end) for w in windows])
+            windows = []
+            for window in loader.epoch(0):
+                windows.append((list(map(len, targets(window))), window.global_count, window.epoch_end))
+            found.append(windows)
         except FrameworkError as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
@@ -319,7 +336,10 @@ def read_alone(dataset: Any, epoch: int = 0, start: int = 0, **how: Any) -> list
     try:
         if start:
             loader.load_state_dict([], samples=start)
-        return [[micro.batch for micro in window.micro_batches] for window in loader.epoch(epoch, start)]
+        windows = []
+        for window in loader.epoch(epoch, start):
+            windows.append([micro.batch for micro in window.micro_batches])
+        return windows
     finally:
         loader.close()
 
@@ -328,15 +348,20 @@ def read_alone(dataset: Any, epoch: int = 0, start: int = 0, **how: Any) -> list
 def test_stream_draws_depend_on_seed_epoch_and_place(in_worker: bool) -> None:
     def drawn(epoch: int = 2, start: int = 0, **how: Any) -> list[tuple[float, ...]]:
         batches = read_alone(Drawing(), epoch, start, in_worker=in_worker, **how)
-        return [row for (batch,) in batches for row in zip(*(column.tolist() for column in batch), strict=True)]
+        rows: list[tuple[float, ...]] = []
+        for (batch,) in batches:
+            columns = [column.tolist() for column in batch]
+            rows.extend(zip(*columns, strict=True))
+        return rows
 
     before = torch.get_rng_state(), random.getstate()
     whole = drawn()
-    assert len({value for _, *values in whole for value in values}) == 20
+    assert len(set(chain.from_iterable(values for _, *values in whole))) == 20
     assert drawn(batch_size=7) == whole
     assert drawn(start=6) == whole[6:]
+    draws = {row[1:] for row in whole}
     for other in (drawn(epoch=3), drawn(seed=6)):
-        assert not {row[1:] for row in other} & {row[1:] for row in whole}
+        assert not {row[1:] for row in other} & draws
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
 

@@ -53,9 +53,11 @@ def test_numbers_are_those_of_splitmix64(key, indices, low, size):
     drawn = draws(indices, key)
     uniform = torch.cat([drawn.uniform(1), drawn.uniform(2)], dim=1)
     assert uniform.dtype == torch.float32
-    assert uniform.tolist() == [[(number >> 40) / 2**24 for number in reference(key, i, 3)] for i in indices]
     integers = draws(indices, key).integers(low, low + size, 4)
-    assert integers.tolist() == [[low + (((n >> 32) * size) >> 32) for n in reference(key, i, 4)] for i in indices]
+    for place, index in enumerate(indices):
+        assert uniform[place].tolist() == [(number >> 40) / 2**24 for number in reference(key, index, 3)]
+        expected = [low + (((number >> 32) * size) >> 32) for number in reference(key, index, 4)]
+        assert integers[place].tolist() == expected
 
 
 @pytest.mark.parametrize(("low", "high"), [(3, 3), (3, 2), (0, 2**31 + 1)])

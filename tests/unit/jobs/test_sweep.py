@@ -54,7 +54,9 @@ def test_a_failing_job_is_shown_and_others_run(run: Callable[..., int], capsys: 
     rows = [line.split() for line in printed.out.splitlines()]
     assert [row[:3] for row in rows if row and row[0].startswith("[")] == [
         ["[0]", "seed=0", "finished"],
-        *(["[" + str(number) + "]", f"seed={number}", "FAILED"] for number in (1, 2, 3)),
+        ["[1]", "seed=1", "FAILED"],
+        ["[2]", "seed=2", "FAILED"],
+        ["[3]", "seed=3", "FAILED"],
     ]
     # Leave out the column of seconds.
     table = [row[:-1] for row in rows if row and row[0] in "0123"]

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,10 @@ def test_charts_show_the_numbers_that_exist(tmp_path: Path) -> None:
         layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
         for event in results.events(tmp_path).Tensors("custom_scalars__config__")
     ]
-    titles = [[chart.title for category in layout.category for chart in category.chart] for layout in layouts]
+    titles = []
+    for layout in layouts:
+        charts = chain.from_iterable(category.chart for category in layout.category)
+        titles.append([chart.title for chart in charts])
     assert titles[0] == ["loss"]
     assert titles[-1] == ["loss", "validation", "learning rate", "skew: own time beyond the other ranks', of a step"]
     # A title is written as soon as a chart is added, not at each log.

@@ -47,12 +47,17 @@ def rank(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def with_ranks(changes: dict[str, Any], *which: int) -> dict[str, Any]:
-    return {"ranks": [rank(number, **(changes if number in which else {})) for number in range(4)]}
+    ranks = [rank(number) for number in range(4)]
+    for number in which:
+        ranks[number] = rank(number, **changes)
+    return {"ranks": ranks}
 
 
 def with_link(**changes: Any) -> dict[str, Any]:
-    """The one between ranks 1 and 3."""
-    return {"links": [link(*pair, **(changes if pair == (1, 3) else {})) for pair in PAIRS]}
+    """Return links of which the one between ranks 1 and 3 is changed."""
+    links = {pair: link(*pair) for pair in PAIRS}
+    links[1, 3] = link(1, 3, **changes)
+    return {"links": list(links.values())}
 
 
 def check(name: str, *, bus: float = 5e8) -> dict[str, Any]:
@@ -200,11 +205,10 @@ def test_what_was_left_out_is_noted() -> None:
 
 def links_at(*rates: float, nodes: tuple[int, ...] = (0, 1, 2)) -> dict[str, Any]:
     """Between ranks 0 and 1, 0 and 2, 1 and 2, as far as there are rates."""
-    pairs = [(0, 1), (0, 2), (1, 2)]
-    return {
-        "ranks": [rank(number, node=node, host=f"host{node + 1}") for number, node in enumerate(nodes)],
-        "links": [link(*pair, nodes=nodes, bytes_per_s=speed) for pair, speed in zip(pairs, rates, strict=False)],
-    }
+    ranks = [rank(number, node=node, host=f"host{node + 1}") for number, node in enumerate(nodes)]
+    pairs = [(0, 1), (0, 2), (1, 2)][: len(rates)]
+    links = [link(*pair, nodes=nodes, bytes_per_s=speed) for pair, speed in zip(pairs, rates, strict=True)]
+    return {"ranks": ranks, "links": links}
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,18 @@ def test_every_link_and_clock_is_measured(rank_pool: RankPool) -> None:
 @pytest.mark.parametrize(("nnodes", "procs"), [(1, 1), (1, 5), (2, 1), (2, 3), (3, 1), (4, 2), (5, 3)])
 def test_links_are_measured_once_without_interference(nnodes: int, procs: int) -> None:
     for is_within, rounds in zip((True, False), link_rounds(nnodes, procs), strict=True):
-        expected = [
-            (one, other)
-            for one, other in combinations(range(nnodes * procs), 2)
-            if (one // procs == other // procs if is_within else one % procs == other % procs)
-        ]
+        expected = []
+        for one, other in combinations(range(nnodes * procs), 2):
+            is_measured = one // procs == other // procs if is_within else one % procs == other % procs
+            if is_measured:
+                expected.append((one, other))
         assert sorted(chain(*rounds)) == expected
         for pairs in rounds:
-            nodes = Counter(node for one, other in pairs for node in {one // procs, other // procs})
+            uses_of_nodes: Counter[int] = Counter()
+            for one, other in pairs:
+                uses_of_nodes.update({one // procs, other // procs})
             # No two pairs share a node's memory or card.
-            assert set(nodes.values()) == {1}
+            assert set(uses_of_nodes.values()) == {1}
 
 
 def test_ending_early_measures_all_nodes_equally() -> None:

@@ -40,7 +40,8 @@ def test_ranks_of_one_pipeline_see_the_same_samples(
 ) -> None:
     made = [Pipeline(context=cpu_context(rank, world_size=4), **options) for rank in range(4)]
     assert {each.num_stages for each in made} == {stages}
-    assert [each.data_share(cpu_context()) for each in made] == [DataShare(*share) for share in shares]
+    for pipeline, share in zip(made, shares, strict=True):
+        assert pipeline.data_share(cpu_context()) == DataShare(*share)
 
 
 def cut(context: Context, widths: Sequence[int], frozen: int) -> tuple[list[str], list[str]]:
@@ -74,11 +75,14 @@ def test_a_sequential_is_cut_evenly(
 ) -> None:
     """Each stage has something to train; a rank's state has the names of the whole model."""
     ends = rank_pool.run(cut, widths, frozen, ranks=len(wanted))
-    assert ["".join(sorted({name[0] for name in parameters})) for parameters, _ in ends] == wanted
+    names_of_states: list[str] = []
+    for (parameters, state), layers in zip(ends, wanted, strict=True):
+        assert {name[0] for name in parameters} == set(layers)
+        names_of_states += state
     names = {f"{number}.weight" for number in range(len(widths) + 1)}
     buffers = {f"{len(widths)}.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     last = f"{len(widths)}.bias"
-    assert sorted(name for _, state in ends for name in state) == sorted(names | buffers | {last})
+    assert sorted(names_of_states) == sorted(names | buffers | {last})
 
 
 class Draws(Squares):

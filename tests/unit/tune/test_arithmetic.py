@@ -70,9 +70,11 @@ def test_no_pass_is_larger_than_what_fits(world: int, whole: int, size: int, sam
         return
     for made in (sizing.plan(size), sizing.trial(size)):
         count = min(made.global_batch_size, samples)
-        parts = [part for rank in range(world) for part in micro_batches(made, global_count=count, rank=rank)]
-        assert sum(map(len, parts)) == count
-        assert max(map(len, parts)) <= sizing.pass_size(size) <= size
+        sizes: list[int] = []
+        for rank in range(world):
+            sizes += map(len, micro_batches(made, global_count=count, rank=rank))
+        assert sum(sizes) == count
+        assert max(sizes) <= sizing.pass_size(size) <= size
 
 
 # The range test
