@@ -55,9 +55,9 @@ def split_state(model: nn.Module, optimizer: Optimizer) -> tuple[Shards, dict[st
     tensors |= split.tensors
     if layout is None:
         tensors = {name: tensor for number, (name, tensor) in enumerate(tensors.items()) if _writes(tensor, number)}
-        whole = split.rest
+        whole = split.plain
     else:
-        whole = _merged(_gather(split.rest), groups=split.rest.groups)
+        whole = _merged(_gather(split.plain), groups=split.plain.groups)
         # Another rank has the same stages and writes them.
         if not layout.writes:
             tensors = {}
@@ -67,7 +67,7 @@ def split_state(model: nn.Module, optimizer: Optimizer) -> tuple[Shards, dict[st
     return Shards.of(tensors), {"optimizer": state_dict, NOTE: {"model": values, "optimizer": note}}
 
 
-class _OptimizerRest(NamedTuple):
+class _PlainState(NamedTuple):
     """What of an optimizer's state dict isn't in the shards. Parameters have their numbers in the whole model."""
 
     # Number of the parameter → its state without the tensors that are in the shards.
@@ -79,7 +79,7 @@ class _OptimizerRest(NamedTuple):
 
 class _SplitOptimizer(NamedTuple):
     tensors: dict[str, Tensor]
-    rest: _OptimizerRest
+    plain: _PlainState
 
 
 def _split_optimizer(model: nn.Module, optimizer: Optimizer) -> _SplitOptimizer:
@@ -108,23 +108,23 @@ def _split_optimizer(model: nn.Module, optimizer: Optimizer) -> _SplitOptimizer:
     groups = []
     for group in state_dict["param_groups"]:
         groups.append({**group, "params": [numbers[index] for index in group["params"]]})
-    return _SplitOptimizer(tensors, _OptimizerRest(entries, keys, groups))
+    return _SplitOptimizer(tensors, _PlainState(entries, keys, groups))
 
 
-def _merged(of_ranks: Sequence[_OptimizerRest], *, groups: Sequence[Mapping[str, Any]]) -> _OptimizerRest:
+def _merged(of_ranks: Sequence[_PlainState], *, groups: Sequence[Mapping[str, Any]]) -> _PlainState:
     """Return what all ranks have together, each of its stages. groups: this rank's own."""
     entries: dict[int, dict[str, Any]] = {}
     keys: dict[tuple[int, str], str] = {}
-    for rest in of_ranks:
-        entries |= rest.entries
-        keys |= rest.keys
+    for state in of_ranks:
+        entries |= state.entries
+        keys |= state.keys
     whole_groups = []
     for index, group in enumerate(groups):
         numbers = set[int]()
-        for rest in of_ranks:
-            numbers.update(rest.groups[index]["params"])
+        for state in of_ranks:
+            numbers.update(state.groups[index]["params"])
         whole_groups.append({**group, "params": sorted(numbers)})
-    return _OptimizerRest(entries, keys, whole_groups)
+    return _PlainState(entries, keys, whole_groups)
 
 
 def load_sharded(directory: Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _SAVING = ".saving_"
 _DELETED = ".deleted_"
 _POINTER_FILE = "checkpoint"
 _NAMES_SHOWN = 8
+_NO_MANIFEST = f"it has no {MANIFEST_NAME}"
 
 
 class CheckpointStorage(ABC):
@@ -78,9 +79,14 @@ class CheckpointStorage(ABC):
         """Return all pointers: name → checkpoint, which may be gone."""
         pointers = {}
         for name in self.list():
-            if step_of(name) is None:
+            if step_of(name) is not None:
+                continue
+            try:
                 with self.read(name, _POINTER_FILE) as file:
                     pointers[name] = file.read().decode()
+            except FileNotFoundError:
+                # A process was killed while it wrote the pointer.
+                continue
         return pointers
 
     def clean(self) -> None:
@@ -136,7 +142,7 @@ class CheckpointStorage(ABC):
         manifest = self._manifest_or_fault(checkpoint)
         if isinstance(manifest, str):
             return manifest
-        # Someone renamed it.
+        # Someone may have renamed it.
         if step_of(checkpoint) not in (None, manifest.step):
             return f"its {MANIFEST_NAME} is of step {manifest.step}"
 
@@ -179,9 +185,6 @@ class CheckpointStorage(ABC):
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             return f"its {MANIFEST_NAME} is damaged ({reason})"
-
-
-_NO_MANIFEST = f"it has no {MANIFEST_NAME}"
 
 
 class LocalStorage(CheckpointStorage):
@@ -249,8 +252,13 @@ class LocalStorage(CheckpointStorage):
         return open_regular(self.folder / checkpoint / file)
 
     def list(self) -> Collection[str]:
-        """Return the names of the directories in the folder."""
-        return [path.name for path in self._paths() if path.is_dir() and not path.is_symlink()]
+        """Return the names of the directories in the folder; hidden ones are unfinished or being deleted."""
+        names = []
+        for path in self._paths():
+            is_directory = path.is_dir() and not path.is_symlink()
+            if is_directory and not path.name.startswith("."):
+                names.append(path.name)
+        return names
 
     def delete(self, checkpoint: str) -> None:
         """Delete a checkpoint, which is gone or complete after a kill, or a pointer."""
@@ -280,6 +288,7 @@ class LocalStorage(CheckpointStorage):
         return {path.name: path.readlink().name for path in self._paths() if path.is_symlink()}
 
     def clean(self) -> None:
+        """Remove hidden directories that a killed process has left."""
         for path in self._paths():
             if path.name.startswith((_DELETED, _SAVING)):
                 _discard(path)

@@ -245,19 +245,21 @@ def names_in(code: CodeType) -> Iterator[str]:
 def _content(cell: CellType) -> Iterable[tuple[object, Any]]:
     try:
         return (("cell_contents", cell.cell_contents),)
-    except ValueError:  # nothing was assigned yet
+    except ValueError:
+        # Nothing was assigned yet.
         return ()
 
 
-def _slots(each: Any) -> Iterator[tuple[object, Any]]:
+def _slots(holder: Any) -> Iterator[tuple[object, Any]]:
     """Yield the attributes in `__slots__`."""
-    for kind in type(each).__mro__:
+    for kind in type(holder).__mro__:
         if kind.__module__.partition(".")[0] in _WITHOUT_USER_CODE:
             continue
         members: Mapping[str, Any] = vars(kind)
         for member in members.values():
             if isinstance(member, MemberDescriptorType):
                 try:
-                    yield member.__name__, member.__get__(each)
-                except AttributeError:  # not set
+                    yield member.__name__, member.__get__(holder)
+                except AttributeError:
+                    # It is not set.
                     continue

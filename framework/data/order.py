@@ -120,9 +120,9 @@ def windows(indices: Tensor, plan: BatchPlan, *, rank: int, start: int = 0) -> I
             ranges = micro_batches(plan, global_count=count, rank=rank)
         micro = []
         positions = []
-        for kept in ranges:
+        for micro_range in ranges:
             # Any sample of it will do as a stand-in: its loss is multiplied by 0.
-            used = kept or range(1)
-            micro.append(MicroIndices(batch[used.start : used.stop], len(kept)))
-            positions.append(start + begin + used.start)
+            loaded = micro_range or range(1)
+            micro.append(MicroIndices(batch[loaded.start : loaded.stop], len(micro_range)))
+            positions.append(start + begin + loaded.start)
         yield WindowIndices(tuple(micro), tuple(positions), count, epoch_end=begin + count == len(indices))

@@ -186,14 +186,14 @@ class StreamReader(Dataset["_WindowSamples | None"]):
         plan = self._plan
         micro: list[MicroBatch] = []
         positions: list[range] = []
-        for kept in plan.micro_batches(len(samples), source=plan.source):
+        for micro_range in plan.micro_batches(len(samples), source=plan.source):
             # Any sample will do as a stand-in: its loss is multiplied by 0.
-            used = kept or range(1)
-            place = range(begin + used.start, begin + used.stop)
+            collated = micro_range or range(1)
+            place = range(begin + collated.start, begin + collated.stop)
             name = f"Samples {place.start} to {place.stop - 1} of the {plan.split} stream"
             with self._drawing("collate", place.start):
-                batch = collate([samples[i] for i in used], name=name, collate_fn=plan.collate_fn)
-            micro.append(MicroBatch(batch, len(kept)))
+                batch = collate([samples[i] for i in collated], name=name, collate_fn=plan.collate_fn)
+            micro.append(MicroBatch(batch, len(micro_range)))
             positions.append(place)
         return tuple(micro), tuple(positions)
 

@@ -35,8 +35,8 @@ class TensorSamples(Dataset[tuple[Tensor, ...]]):
     """
 
     def __init__(self, *tensors: Tensor, rows: Tensor | None = None, transform: BatchTransform | None = None) -> None:
-        given: tuple[Any, ...] = tensors
-        if not all(isinstance(tensor, Tensor) and tensor.ndim for tensor in given):
+        values: tuple[Any, ...] = tensors
+        if not all(isinstance(value, Tensor) and value.ndim for value in values):
             raise DataError("TensorSamples takes tensors of at least one dimension. Make them with torch.as_tensor.")
         if len({len(tensor) for tensor in tensors}) != 1:
             lengths = ", ".join(str(len(tensor)) for tensor in tensors) or "none"

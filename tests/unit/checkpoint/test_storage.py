@@ -58,7 +58,7 @@ def save(manager: CheckpointManager, step: int, loss: float) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_run_saves_ranks_deletes_and_resumes_in_another_storage(asynchronous: bool) -> None:
+def test_a_run_saves_and_resumes_in_memory(asynchronous: bool) -> None:
     storage = Memory()
     manager = manager_in(storage, asynchronous=asynchronous)
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4), (4, 0.3)):
@@ -101,8 +101,26 @@ class KilledError(BaseException):
     """Stands for a kill: nothing handles it."""
 
 
+def test_a_pointer_killed_while_written_is_missing() -> None:
+    storage = Memory()
+    manager = manager_in(storage, monitor=None)
+
+    def kill(name: str) -> None:
+        if name == "checkpoint":
+            raise KilledError
+
+    storage.before_file = kill
+    with pytest.raises(KilledError):
+        save(manager, 1, 0.5)
+    assert storage.pointers() == {}
+    storage.before_file = no_fault
+    resumed = manager_in(storage, monitor=None)
+    save(resumed, 2, 0.1)
+    assert storage.pointers() == {"last": "step_00000002"}
+
+
 @pytest.mark.parametrize("file", ["model.pt", "training.pt", "generators.pt", "config.yaml", "manifest.json"])
-def test_what_a_killed_save_leaves_is_not_used_and_removed(file: str) -> None:
+def test_what_a_killed_save_leaves_is_removed(file: str) -> None:
     storage = Memory()
     manager = manager_in(storage, monitor=None)
     save(manager, 1, 0.5)
@@ -121,7 +139,7 @@ def test_what_a_killed_save_leaves_is_not_used_and_removed(file: str) -> None:
     assert {*storage.list()} == {"step_00000001", "last"}
 
 
-def test_a_place_that_refuses_is_reported_and_the_next_save_may_work() -> None:
+def test_a_refusing_storage_is_reported_and_training_continues() -> None:
     storage = Memory()
     warnings: list[str] = []
     manager = manager_in(storage, monitor=None, warn=warnings.append)
@@ -151,7 +169,7 @@ def test_a_sharded_model_needs_a_local_storage() -> None:
         )
 
 
-def test_a_storage_that_lacks_a_method_is_refused_by_name() -> None:
+def test_a_storage_without_a_method_is_refused() -> None:
     class Half(CheckpointStorage):
         def list(self) -> Collection[str]:
             return []
