@@ -6,7 +6,7 @@ Nothing here knows of ranks or of other checkpoints.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -109,6 +109,10 @@ def _files(
         facts[name] = checksummed.finish()
 
     def write_manifest(file: BinaryIO) -> None:
+        missing = contents.keys() - facts.keys()
+        if missing:
+            names = ", ".join(sorted(missing))
+            raise RuntimeError(f"A storage must write the manifest last, and {names} isn't written yet.")
         manifest = Manifest(
             step=step,
             epoch=epoch,
@@ -123,9 +127,9 @@ def _files(
         part_file(part): partial(_save, state[part]) for part in PARTS if part in state
     }
     contents[CONFIG_NAME] = lambda file: file.write(config_text.encode())
-    files: dict[str, WriteContent] = {
-        name: partial(write_recorded, name=name, write_content=content) for name, content in contents.items()
-    }
+    files: dict[str, WriteContent] = {}
+    for name, write_content in contents.items():
+        files[name] = partial(write_recorded, name=name, write_content=write_content)
     files[MANIFEST_NAME] = write_manifest
     return files
 
@@ -137,8 +141,17 @@ def _save(value: Any, file: Any) -> None:
         torch.save(value, file)
 
 
-def _write_sharded(storage: CheckpointStorage, checkpoint: str, shards: Shards, files_of: Any) -> None:
-    """Write every rank's shards into the directory of a checkpoint, and then, on rank 0, the other files."""
+def _write_sharded(
+    storage: CheckpointStorage,
+    checkpoint: str,
+    shards: Shards,
+    files_of: Callable[[Mapping[str, FileFacts]], dict[str, WriteContent]],
+) -> None:
+    """Write every rank's shards into the directory of a checkpoint, and then, on rank 0, the other files.
+
+    Args:
+        files_of: returns those, for the facts of the shards' files.
+    """
     assert isinstance(storage, LocalStorage), "the manager has checked that"
     directory = storage.unfinished(checkpoint)
 

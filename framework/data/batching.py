@@ -44,7 +44,8 @@ def plan_batches(
     Raises ConfigError if a full global batch has fewer samples than the ranks have micro-batches.
     """
     if global_batch_size is None:
-        return BatchPlan(batch_size * world_size * accumulate, accumulate * cuts, world_size, drop_last)
+        global_batch_size = batch_size * world_size * accumulate
+        return BatchPlan(global_batch_size, accumulate * cuts, world_size, drop_last)
     passes = world_size * accumulate * cuts
     if global_batch_size < passes:
         raise ConfigError(

@@ -181,7 +181,7 @@ def _has_same_objects(values: Iterable[Any], others: Iterable[Any]) -> bool:
 
 
 def _parts(holder: Any) -> Iterator[tuple[object, Any]]:
-    """Yield what an object refers to directly, holder with a name."""
+    """Yield what an object refers to directly, each with a name."""
     kind = type(holder)
     if issubclass(kind, type):
         yield from _parts_of_class(holder)

@@ -161,6 +161,16 @@ def test_a_refusing_storage_is_reported_and_training_continues() -> None:
     assert [*storage.complete_steps()] == [3]
 
 
+class ManifestFirst(Memory):
+    def write(self, checkpoint: str, files: Mapping[str, Callable[[Any], object]]) -> None:
+        super().write(checkpoint, dict(reversed(files.items())))
+
+
+def test_a_manifest_that_is_not_written_last_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"must write the manifest last, and .*model\.pt"):
+        save(manager_in(ManifestFirst()), 1, 0.5)
+
+
 def test_a_sharded_model_needs_a_local_storage() -> None:
     group: Any = object()
     with pytest.raises(CheckpointError, match="Use a LocalStorage"):
