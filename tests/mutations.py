@@ -135,9 +135,9 @@ LAUNCH = [
     Mutation(
         name="report-orders-by-rank",
         caught_by="tests/unit/launch/test_report.py::test_the_first_is_who_failed_first_of_itself",
-        within="make_report.order",
-        old="(follows, failure.time, failure.rank)",
-        new="(follows, failure.rank, failure.time)",
+        within="_causes_first.order",
+        old="(is_consequence, failure.time, failure.rank)",
+        new="(is_consequence, failure.rank, failure.time)",
         what="When several ranks fail by themselves, the report calls the lowest rank the first, not the earliest one.",
     ),
     Mutation(
@@ -152,8 +152,8 @@ LAUNCH = [
         name="waiting-ranks-are-blamed",
         caught_by="tests/unit/launch/test_late_ranks.py::test_who_is_waited_for_and_how_long",
         within="_behind",
-        old="each.collectives < top",
-        new="each.collectives == top",
+        old="state.collectives < most",
+        new="state.collectives == most",
         what="When a rank hangs, those that wait for it in a collective are called late and reported as hung.",
     ),
     Mutation(
@@ -234,7 +234,7 @@ TRAINER = [
     Mutation(
         name="evaluation-leaves-eval-mode-on",
         caught_by="tests/unit/test_evaluator.py::test_evaluation_restores_the_mode_of_every_module",
-        within="_evaluating",
+        within="Evaluator._evaluation_mode",
         old="module.training = True",
         new="pass",
         what="After the first evaluation the model stays in eval mode: no dropout, and BatchNorm stops learning.",
@@ -243,8 +243,8 @@ TRAINER = [
         name="validation-epochs-off-by-one",
         caught_by="tests/features/test_limits.py::test_validation_happens_when_it_should",
         within="Trainer._evaluation_due",
-        old="(self.progress.last_epoch + 1) % every",
-        new="self.progress.last_epoch % every",
+        old="(self.progress.last_epoch + 1) % every_epochs",
+        new="self.progress.last_epoch % every_epochs",
         what="trainer.check_val_every_n_epoch=2 validates after epochs 1, 3, 5 instead of 2, 4, 6.",
     ),
     Mutation(
@@ -290,9 +290,9 @@ TRAINER = [
     Mutation(
         name="loss-weights-of-one-process-only",
         caught_by="tests/features/test_loss_weights.py::test_weighted_losses_train_as_in_a_plain_loop",
-        within="LossWeights.begin_sum",
-        old="dist.all_reduce(total, async_op=True)",
-        new="None",
+        within="SummedWeights.begin_sum",
+        old="self._exchange = dist.all_reduce(self._total, async_op=True)",
+        new="self._exchange = None",
         what="Each process divides by its own tokens: padded text trains differently on several processes.",
     ),
     Mutation(
@@ -331,8 +331,8 @@ TRAINER = [
         name="clipping-in-logged-steps-only",
         caught_by="tests/unit/test_trainer.py::test_training_equals_a_plain_loop_bit_for_bit",
         within="Trainer._update",
-        old="settings.gradient_clip_val is not None or looks_at_norm",
-        new="settings.gradient_clip_val is not None and looks_at_norm",
+        old="settings.gradient_clip_val is not None or self.logbook.is_due(self.progress.step + 1)",
+        new="settings.gradient_clip_val is not None and self.logbook.is_due(self.progress.step + 1)",
         what="Gradients are clipped in every 50th step only, and grad_norm is not logged without clipping.",
     ),
 ]
@@ -464,9 +464,9 @@ STRATEGIES = [
     Mutation(
         name="drift-of-two-replicas-is-not-seen",
         caught_by="tests/parity/test_unfreezing.py::test_drifting_replicas_are_noticed_when_saving",
-        within="check_equal",
-        old="len({each[name] for each in hashes.values()}) > 1",
-        new="len({each[name] for each in hashes.values()}) > 2",
+        within="check_weights_are_equal",
+        old="len({hashes[name] for hashes in by_rank.values()}) > 1",
+        new="len({hashes[name] for hashes in by_rank.values()}) > 2",
         what="Two replicas whose weights have drifted apart are saved without an error.",
     ),
     Mutation(
@@ -491,15 +491,15 @@ CHECKPOINT = [
     Mutation(
         name="oldest-checkpoints-are-kept",
         caught_by="tests/unit/checkpoint/test_manager.py::test_retention_is_as_a_simple_model_says",
-        within="CheckpointManager._others",
-        old="sorted(step for step in self._scores if step <= last)[-self._settings.save_last_k:]",
-        new="sorted(step for step in self._scores if step <= last)[:self._settings.save_last_k]",
+        within="Retention.to_delete",
+        old="sorted(step for step in self._scores if step <= last)[-self._settings.save_last_k :]",
+        new="sorted(step for step in self._scores if step <= last)[: self._settings.save_last_k]",
         what="checkpoint.save_last_k keeps the oldest checkpoints and deletes the one before the last.",
     ),
     Mutation(
         name="best-is-the-worst-checkpoint",
         caught_by="tests/unit/checkpoint/test_manager.py::test_retention_is_as_a_simple_model_says",
-        within="CheckpointManager._ranking",
+        within="Retention.ranking",
         old='self._settings.mode == "min"',
         new='self._settings.mode == "max"',
         what="`best` names the checkpoint with the worst metric.",
@@ -507,7 +507,7 @@ CHECKPOINT = [
     Mutation(
         name="files-are-not-flushed-to-the-disk",
         caught_by="tests/unit/checkpoint/test_store.py::test_everything_is_flushed_before_it_gets_its_name",
-        within="ChecksummedFile.finish",
+        within="DirectFile.finish",
         old="os.fsync(self._descriptor)",
         new="pass",
         what="After a power cut a checkpoint bears its name while its files are empty or incomplete.",
@@ -515,9 +515,9 @@ CHECKPOINT = [
     Mutation(
         name="resume-does-not-read-the-files",
         caught_by="tests/unit/checkpoint/test_finding.py::test_a_changed_file_means_an_earlier_checkpoint",
-        within="find_damage",
-        old="file_damage(directory / name, manifest.files[name], thorough=thorough)",
-        new="file_damage(directory / name, manifest.files[name], thorough=False)",
+        within="CheckpointStorage.find_damage",
+        old="content_damage(partial(self.read, checkpoint, file), manifest.files[file], thorough=thorough)",
+        new="content_damage(partial(self.read, checkpoint, file), manifest.files[file], thorough=False)",
         what="Where the last checkpoint has a flipped byte, a resume fails instead of taking the one before it.",
     ),
     Mutation(
