@@ -15,105 +15,144 @@ from framework.system.shown_text import printable
 Section = dict[str, list[Any]]
 """Name → its value in each run; None for a run that has none."""
 NO_CODE = "The code can't be compared: no run was started in a git repository."
-_NOT_COMPARED = ("resume", "rerun")  # where a run comes from, not what it is
-_FILE = re.compile(r"^diff --git a/.* b/(.*)$", re.MULTILINE)
-_SHOWN_REVISION = 12  # characters
+
+# These keys say where a run comes from, not what it is.
+_NOT_COMPARED = ("resume", "rerun")
+_FILE_HEADER = re.compile(r"^diff --git a/.* b/(.*)$", re.MULTILINE)
+_REVISION = re.compile(r"[0-9a-f]{40}")
+_SHOWN_REVISION_CHARS = 12
+_DIGEST_CHARS = 4
 
 
 def compare(records: Sequence[RunRecord]) -> dict[str, Section]:
-    """Return the sections described above."""
-    return {
+    """Return the sections run, metrics, configuration, code, versions and machine."""
+    sections = {
         "run": _run(records),
         "metrics": metrics(records),
-        "configuration": _differing([_leaves(record.config) for record in records]),
-        **compare_origins([record.facts for record in records]),
+        "configuration": _differing([_compared_keys(record.config) for record in records]),
     }
+    return sections | compare_origins([record.facts for record in records])
 
 
 def compare_origins(facts: Sequence[Mapping[str, Any]]) -> dict[str, Section]:
     """Return the sections code, versions and machine, from the content of each `run.json`."""
-    machines = [{**each.get("hardware", {}), **each.get("topology", {})} for each in facts]
+    revisions = [run.get("git") or {} for run in facts]
+    versions = [run.get("versions", {}) for run in facts]
+    machines = [run.get("hardware", {}) | run.get("topology", {}) for run in facts]
     return {
-        "code": _code([each.get("git") or {} for each in facts]),
-        "versions": _differing([each.get("versions", {}) for each in facts]),
+        "code": _code(revisions),
+        "versions": _differing(versions),
         "machine": _differing(machines),
     }
 
 
 def metrics(records: Sequence[RunRecord]) -> Section:
     """Return every metric of the best and the last validation and of the test."""
-    columns = [
-        {
-            **{f"{name} (best)": value for name, value in record.best_metrics.items()},
-            **{f"{name} (last)": value for name, value in record.last_metrics.items()},
-            **record.test_metrics,
-        }
-        for record in records
-    ]
+    columns = []
+    for record in records:
+        column = {f"{name} (best)": value for name, value in record.best_metrics.items()}
+        column |= {f"{name} (last)": value for name, value in record.last_metrics.items()}
+        column |= record.test_metrics
+        columns.append(column)
     return {name: [column.get(name) for column in columns] for name in _names(columns)}
 
 
 def _run(records: Sequence[RunRecord]) -> Section:
+    results = [record.facts.get("results") or {} for record in records]
     return {
         "status": [record.status for record in records],
         "time": [format_duration(record.seconds) for record in records],
-        "steps": [(record.facts.get("results") or {}).get("steps") for record in records],
+        "steps": [result.get("steps") for result in results],
     }
 
 
-def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
+def _compared_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if key not in _NOT_COMPARED}
 
 
 def _differing(columns: Sequence[Mapping[str, Any]]) -> Section:
     """Return the values that differ. A null is shown as the text `null`, so that it differs from a missing value."""
-    rows = {
-        name: [("null" if c[name] is None else c[name]) if name in c else None for c in columns]
-        for name in _names(columns)
-    }
-    return {name: row for name, row in rows.items() if any(each != row[0] for each in row)}
+    section = {}
+    for name in _names(columns):
+        row = [_value_or_null(column, name) for column in columns]
+        if any(value != row[0] for value in row):
+            section[name] = row
+    return section
 
 
-def _code(found: Sequence[Mapping[str, str]]) -> Section:
-    changed = [_changed_files(git.get("diff", "")) for git in found]
-    files: Section = {}
-    for name in _names(changed):
-        texts = [each.get(name) for each in changed]
-        if any(text != texts[0] for text in texts):
-            counts = [None if text is None else _count(text) for text in texts]
-            if len(set(counts)) < len(set(texts)):  # different changes of as many lines
-                digests = [text and hashlib.sha256(text.encode()).hexdigest()[:4] for text in texts]
-                counts = [text and f"{text} ({digest})" for text, digest in zip(counts, digests, strict=True)]
-            files[f"uncommitted {name}"] = counts
-    return {**_differing([{"revision": git["revision"]} if git else {} for git in found]), **files}
+def _value_or_null(column: Mapping[str, Any], name: str) -> Any:
+    """Return a value; the text `null` for None, and None if there is none."""
+    if name not in column:
+        return None
+    value = column[name]
+    return "null" if value is None else value
+
+
+def _code(revisions: Sequence[Mapping[str, str]]) -> Section:
+    """Return the git revision, and the files whose uncommitted changes differ."""
+    section = _differing([{"revision": git["revision"]} if git else {} for git in revisions])
+    changes = [_changed_files(git.get("diff", "")) for git in revisions]
+    for name in _names(changes):
+        row = [files.get(name) for files in changes]
+        if any(change != row[0] for change in row):
+            section[f"uncommitted {name}"] = _summaries(row)
+    return section
 
 
 def _changed_files(diff: str) -> dict[str, str]:
     """Return the changes of each file in the output of `git diff`."""
-    _, *parts = _FILE.split(diff)
+    _, *parts = _FILE_HEADER.split(diff)
     return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _summaries(changes: Sequence[str | None]) -> list[str | None]:
+    """Return the lines added and removed by each change; None for a run without one."""
+    counts = [None if change is None else _count(change) for change in changes]
+    if len(set(counts)) == len(set(changes)):
+        return counts
+    # Different changes have as many lines, so that a digest must tell them apart.
+    summaries: list[str | None] = []
+    for change, count in zip(changes, counts, strict=True):
+        if change is None:
+            summaries.append(None)
+        else:
+            digest = hashlib.sha256(change.encode()).hexdigest()[:_DIGEST_CHARS]
+            summaries.append(f"{count} ({digest})")
+    return summaries
 
 
 def _count(change: str) -> str:
     body = change.partition("\n@@")[2]
-    added, removed = (len(re.findall(rf"^\{sign}", body, re.MULTILINE)) for sign in "+-")
+    added = len(re.findall(r"^\+", body, re.MULTILINE))
+    removed = len(re.findall(r"^-", body, re.MULTILINE))
     return f"+{added} -{removed}"
 
 
 def _names(columns: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for column in columns for name in column))
+    """Return the names in all columns, each once, in their order."""
+    names: dict[str, None] = {}
+    for column in columns:
+        names |= dict.fromkeys(column)
+    return list(names)
 
 
-def render(records: Sequence[RunRecord], found: Mapping[str, Section]) -> str:
+def render(records: Sequence[RunRecord], sections: Mapping[str, Section]) -> str:
     """Return the numbered runs, then a table with a column for each of them."""
-    is_code_known = any(record.facts.get("git") for record in records)
-    same = [name for name, section in found.items() if not section and (name != "code" or is_code_known)]
-    rows: list[list[str]] = [["", *(str(number) for number, _ in enumerate(records, start=1))]]
-    for title, section in found.items():
+    numbers = [str(number) for number in range(1, len(records) + 1)]
+    lines = [f"  {number}  {printable(record.run)}" for number, record in zip(numbers, records, strict=True)]
+
+    rows = [["", *numbers]]
+    for title, section in sections.items():
         if section:
-            rows += [[title], *([f"  {printable(name)}", *map(cell, row)] for name, row in section.items())]
-    legend = [f"  {number}  {printable(record.run)}" for number, record in enumerate(records, start=1)]
-    lines = [*legend, "", format_table(rows, width=terminal_width())]
+            rows.append([title])
+        for name, values in section.items():
+            rows.append([f"  {printable(name)}", *map(cell, values)])
+    lines += ["", format_table(rows, width=terminal_width())]
+
+    is_code_known = any(record.facts.get("git") for record in records)
+    same = [title for title, section in sections.items() if not section]
+    if not is_code_known:
+        same.remove("code")
     if same:
         lines += ["", f"  The same: {', '.join(same)}"]
     if not is_code_known:
@@ -123,7 +162,11 @@ def render(records: Sequence[RunRecord], found: Mapping[str, Section]) -> str:
 
 def cell(value: Any) -> str:
     """Return a value for a table, a revision shortened, control characters as text; `–` for None."""
+    if value is None:
+        return "–"
     if isinstance(value, float):
         return format_metric(value)
-    text = "–" if value is None else printable(show(value))
-    return text[:_SHOWN_REVISION] if re.fullmatch(r"[0-9a-f]{40}", text) else text
+    text = printable(show(value))
+    if _REVISION.fullmatch(text):
+        return text[:_SHOWN_REVISION_CHARS]
+    return text

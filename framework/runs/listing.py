@@ -9,7 +9,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
@@ -31,12 +31,13 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
 }
 _HEAD = ("run", "recipe", "status", "metric", "best", "last", "time", "started", "overrides")
-_TO_THE_RIGHT = ("best", "last", "time")
-_MIN_OVERRIDES = 20  # columns of the terminal; with fewer left, overrides go on a line of their own
-_WORDS: Any = {
-    **{"initial_indent": "  ", "subsequent_indent": "    "},
-    **{"break_long_words": False, "break_on_hyphens": False},
-}
+# The columns of the table, and what goes on lines below if the terminal is too narrow for all.
+_NARROW_COLUMNS = ("run", "status", "best", "last", "time")
+_NARROW_BELOW = ("recipe", "started", "metric", "overrides")
+_RIGHT_ALIGNED = ("best", "last", "time")
+_GAP = "  "
+# Columns of the terminal. With fewer left, overrides go on a line of their own.
+_MIN_OVERRIDES = 20
 
 
 def matching(records: Sequence[RunRecord], conditions: str | None) -> list[RunRecord]:
@@ -56,40 +57,55 @@ def matching(records: Sequence[RunRecord], conditions: str | None) -> list[RunRe
 
 
 def ordered(records: Sequence[RunRecord], name: str) -> list[RunRecord]:
-    """Return the runs sorted by a column, metric or key; descending if the name begins with a minus."""
-    is_reversed, name = name.startswith("-"), name.removeprefix("-")
+    """Return the runs sorted by a column, metric or key; descending if the name begins with a minus.
+
+    Runs without a value come last.
+    """
+    is_descending = name.startswith("-")
+    name = name.removeprefix("-")
     _check_name(name, records, key="runs.sort")
-    values = [record.value(name) for record in records]
-    is_text = not all(isinstance(value, (float, int, datetime)) or _is_absent(value) for value in values)
-    pairs = [(str(value) if is_text else value, record) for value, record in zip(values, records, strict=True)]
-    there = [pair for pair, value in zip(pairs, values, strict=True) if not _is_absent(value)]
-    absent = [record for value, record in zip(values, records, strict=True) if _is_absent(value)]
-    return [*(record for _, record in sorted(there, key=lambda pair: pair[0], reverse=is_reversed)), *absent]
+
+    present = [record for record in records if not _is_absent(record.value(name))]
+    absent = [record for record in records if _is_absent(record.value(name))]
+    are_comparable = all(isinstance(record.value(name), (float, int, datetime)) for record in present)
+
+    def sort_key(record: RunRecord) -> Any:
+        value = record.value(name)
+        return value if are_comparable else str(value)
+
+    return sorted(present, key=sort_key, reverse=is_descending) + absent
 
 
 def _meets(value: Any, sign: str, wanted: str, *, condition: str) -> bool:
     if _is_absent(value):
         return value is None and wanted == "null" and sign == "="
     number = _number(wanted)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and number is not None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and number is not None:
         return _COMPARE[sign](value, number)
+    text = _typed(value)
     if sign not in ("=", "!="):
-        raise ConfigError(f"runs.filter={condition}: {sign} is for numbers, and a run has {_shown(value)} there.")
-    return fnmatchcase(_shown(value), wanted) is (sign == "=")
+        raise ConfigError(f"runs.filter={condition}: {sign} is for numbers, and a run has {text} there.")
+    return fnmatchcase(text, wanted) is (sign == "=")
 
 
 def _check_name(name: str, records: Sequence[RunRecord], *, key: str) -> None:
+    """Raise ConfigError for a name that no run has."""
     if not records or any(record.value(name) is not MISSING for record in records):
         return
-    names = [*COLUMNS, *dict.fromkeys(each for record in records for each in _names(record))]
+    names = list(COLUMNS)
+    for record in records:
+        names += _names(record)
+    hint = did_you_mean(nearest(name, dict.fromkeys(names)))
     raise ConfigError(
-        f"{key}={name}: no run has a column, metric or key of that name.{did_you_mean(nearest(name, names))}\n"
-        f"Columns: {', '.join(COLUMNS)}."
+        f"{key}={name}: no run has a column, metric or key of that name.{hint}\nColumns: {', '.join(COLUMNS)}."
     )
 
 
-def _names(record: RunRecord) -> Iterable[str]:
-    return [*record.best_metrics, *record.last_metrics, *record.test_metrics, *(key for key, _ in walk(record.config))]
+def _names(record: RunRecord) -> list[str]:
+    """Return the names of its metrics and the keys of its configuration."""
+    keys = [key for key, _ in walk(record.config)]
+    return [*record.best_metrics, *record.last_metrics, *record.test_metrics, *keys]
 
 
 def _is_absent(value: Any) -> bool:
@@ -103,32 +119,42 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _shown(value: Any) -> str:
+def _typed(value: Any) -> str:
     """Return a value as it would be typed in a condition."""
     if isinstance(value, datetime):
         return f"{value:%Y-%m-%dT%H:%M}"
     if isinstance(value, bool):
         return str(value).lower()
-    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(str, value))
+    return str(value)
 
 
 def plain(record: RunRecord) -> dict[str, Any]:
-    return {
-        **{name: getattr(record, name) for name in COLUMNS},
-        "started": record.started.isoformat(),
-        "overrides": list(record.overrides),
-        "metrics": record.metrics,
-    }
+    """Return a run as an object of `runs.format=json`."""
+    columns = {name: getattr(record, name) for name in COLUMNS}
+    columns["started"] = record.started.isoformat()
+    columns["overrides"] = list(record.overrides)
+    columns["metrics"] = record.metrics
+    return columns
 
 
 def print_csv(records: Sequence[RunRecord]) -> None:
-    rows = [plain(record) for record in records]
-    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    writer = csv.DictWriter(sys.stdout, [*COLUMNS, *metrics], extrasaction="ignore", lineterminator="\n")
-    writer.writerow({name: printable(name) for name in (*COLUMNS, *metrics)})
+    """Print a row for each run, with a column for each metric that one of them has."""
+    rows = []
+    for record in records:
+        row = plain(record)
+        metrics = row.pop("metrics")
+        row["overrides"] = " ".join(row["overrides"])
+        rows.append(row | metrics)
+
+    names = dict.fromkeys(COLUMNS)
     for row in rows:
-        cells = {**row, **row["metrics"], "overrides": " ".join(row["overrides"])}
-        writer.writerow({name: csv_cell(value) for name, value in cells.items()})
+        names |= dict.fromkeys(row)
+    writer = csv.DictWriter(sys.stdout, list(names), lineterminator="\n")
+    writer.writerow({name: printable(name) for name in names})
+    for row in rows:
+        writer.writerow({name: csv_cell(value) for name, value in row.items()})
     sys.stdout.flush()
 
 
@@ -143,35 +169,49 @@ def csv_cell(value: Any) -> Any:
 
 
 def list_text(records: Sequence[RunRecord], *, num_found: int, where: str) -> str:
+    """Return the table of the runs, and their number by status. num_found: before `runs.filter`."""
     if not num_found:
         return f"No runs in {where}"
     if not records:
         return f"None of the {format_count(num_found, 'run')} in {where} meets runs.filter"
-    by_status = Counter(record.status for record in records)
-    counts = ", ".join(f"{number:,} {printable(status)}" for status, number in by_status.most_common())
-    left_out = f" of {num_found:,}" if len(records) < num_found else ""
-    total = f"{len(records):,}{left_out} {'run' if num_found == 1 else 'runs'} in {where}: {counts}"
-    return "\n".join([*table_lines(records, width=terminal_width()), "", total])
+
+    statuses = Counter(record.status for record in records).most_common()
+    counts = ", ".join(f"{count:,} {printable(status)}" for status, count in statuses)
+    total = format_count(num_found, "run")
+    if len(records) < num_found:
+        total = f"{len(records):,} of {total}"
+    return "\n".join([*table_lines(records, width=terminal_width()), "", f"{total} in {where}: {counts}"])
 
 
 def table_lines(records: Sequence[RunRecord], *, width: int) -> list[str]:
     """Return a header and a line for each run. If `width` is too narrow, some columns go on lines below it."""
-    shared = set.intersection(*(set(record.overrides) for record in records)) if len(records) > 1 else set()
+    shared = _shared_overrides(records)
     rows = [dict(zip(_HEAD, _cells(record, shared), strict=True)) for record in records]
-    sizes = {name: max(len(name), *(len(row[name]) for row in rows)) for name in _HEAD[:-1]}
-    if sum(sizes.values()) + 2 * len(sizes) + _MIN_OVERRIDES <= width:
-        header = {name: name for name in _HEAD}
-        return [_clipped(_line(row, sizes, row["overrides"]), width) for row in (header, *rows)]
-    columns = ["run", "status", "best", "last", "time"]
-    below = ["recipe", "started", "metric", "overrides"]
-    while len(columns) > 1 and sum(sizes[name] for name in columns) + 2 * (len(columns) - 1) > width:
+    header = {name: name for name in _HEAD}
+    sizes = {name: max(len(row[name]) for row in (header, *rows)) for name in _HEAD}
+
+    fixed = {name: size for name, size in sizes.items() if name != "overrides"}
+    if _table_width(fixed) + len(_GAP) + _MIN_OVERRIDES <= width:
+        lines = [f"{_line(row, fixed)}{_GAP}{row['overrides']}".rstrip() for row in (header, *rows)]
+        return [_clipped(line, width) for line in lines]
+
+    columns = list(_NARROW_COLUMNS)
+    below = list(_NARROW_BELOW)
+    while len(columns) > 1 and _table_width({name: sizes[name] for name in columns}) > width:
         below.insert(0, columns.pop())
-    short = {name: sizes[name] for name in columns}
-    lines = [_line({name: name for name in _HEAD}, short)]
+    narrow = {name: sizes[name] for name in columns}
+    lines = [_line(header, narrow).rstrip()]
     for row in rows:
-        more = [f"{name} {row[name]}" if name in _TO_THE_RIGHT else row[name] for name in below if row[name]]
-        lines += [_line(row, short), *textwrap.wrap(" · ".join(more), width, **_WORDS)]
+        lines.append(_line(row, narrow).rstrip())
+        lines += _lines_below(row, below, width=width)
     return lines
+
+
+def _shared_overrides(records: Sequence[RunRecord]) -> set[str]:
+    """Return the overrides that all of several runs have."""
+    if len(records) < 2:
+        return set()
+    return set.intersection(*(set(record.overrides) for record in records))
 
 
 def _cells(record: RunRecord, shared: Collection[str]) -> list[str]:
@@ -190,9 +230,32 @@ def _cells(record: RunRecord, shared: Collection[str]) -> list[str]:
     return [printable(cell) for cell in cells]
 
 
-def _line(row: Mapping[str, str], sizes: Mapping[str, int], rest: str = "") -> str:
-    cells = [row[name].rjust(size) if name in _TO_THE_RIGHT else row[name].ljust(size) for name, size in sizes.items()]
-    return "  ".join([*cells, rest]).rstrip()
+def _table_width(sizes: Mapping[str, int]) -> int:
+    return sum(sizes.values()) + len(_GAP) * (len(sizes) - 1)
+
+
+def _line(row: Mapping[str, str], sizes: Mapping[str, int]) -> str:
+    cells = []
+    for name, size in sizes.items():
+        align = str.rjust if name in _RIGHT_ALIGNED else str.ljust
+        cells.append(align(row[name], size))
+    return _GAP.join(cells)
+
+
+def _lines_below(row: Mapping[str, str], names: Collection[str], *, width: int) -> list[str]:
+    """Return what doesn't fit beside the other columns. A number has its name before it."""
+    items = []
+    for name in names:
+        if row[name]:
+            items.append(f"{name} {row[name]}" if name in _RIGHT_ALIGNED else row[name])
+    return textwrap.wrap(
+        " · ".join(items),
+        width,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _clipped(line: str, width: int) -> str:
