@@ -705,9 +705,9 @@ JOBS = [
     Mutation(
         name="last-weights-are-tested",
         caught_by="tests/features/test_checkpoints.py::test_last_and_best_are_links_best_is_tested",
-        within="_test",
-        old="is_ranked and broadcast_object(best.exists(), setup.context)",
-        new="not is_ranked and broadcast_object(best.exists(), setup.context)",
+        within="_has_best_checkpoint",
+        old="broadcast_object((setup.run_dir.checkpoints / BEST).exists(), setup.context)",
+        new="not broadcast_object((setup.run_dir.checkpoints / BEST).exists(), setup.context)",
         what="The test at the end, and its column in the summary, are of the last weights instead of the best.",
     ),
     Mutation(

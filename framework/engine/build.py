@@ -6,7 +6,7 @@ Errors name the configuration key; exceptions that aren't ours keep their traceb
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from framework.data.from_dataloader import unpack_dataloaders
 from framework.distributed.context import Context
 from framework.distributed.sharded import by_mesh
 from framework.engine.observers import check_callback, check_logger
-from framework.engine.sizes import optimizer_state_bytes
 from framework.errors import ConfigError, DataError, FrameworkError, TargetError, TopologyError
 from framework.optim.optimizer import fused_pays, skip_profiler_mark
 from framework.optim.param_groups import ParamGroups
@@ -166,13 +165,13 @@ def build_optimizer(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("No parameter of the model requires a gradient, so there is nothing to train.")
     built = {
-        config.name: _build_optimizer(config, own, may_fuse=may_fuse, model=model, total_steps=total_steps)
+        config.name: build_one_optimizer(config, own, may_fuse=may_fuse, model=model, total_steps=total_steps)
         for config, own in groups.groups(model)
     }
     return built[""] if "" in built else Optimizers(built)
 
 
-def _build_optimizer(
+def build_one_optimizer(
     config: OptimizerConfig, groups: Mapping[str, Sequence[nn.Parameter]], *, may_fuse: bool = True, **offered: Any
 ) -> Optimizer:
     """Return one optimizer. groups: its parameters by the labels of their groups.
@@ -200,13 +199,6 @@ def _build_optimizer(
         raise _wrong_result(key, node, optimizer, expected="a torch.optim.Optimizer")
     skip_profiler_mark(optimizer)
     return optimizer
-
-
-def optimizer_bytes(config: OptimizerConfig, parameters: Iterable[nn.Parameter], *, model: nn.Module) -> int:
-    """Return the bytes that an optimizer keeps from step to step for `parameters`; see `optimizer_state_bytes`."""
-    return optimizer_state_bytes(
-        lambda probes: _build_optimizer(config, {config.name: probes}, model=model), parameters
-    )
 
 
 def build_schedule(

@@ -1,34 +1,107 @@
-"""How many bytes tensors, optimizer states and checkpoints take."""
+"""How many bytes tensors, optimizer states and checkpoints take, and the training state of a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from framework.config.optimizers import OptimizerConfig, optimizer_configs
+from framework.distributed.sharded import local_tensor, num_parameters
+from framework.engine.build import build_one_optimizer
+from framework.engine.setup import RankSetup
 from framework.strategies.base import Strategy
+from framework.system.rank_log import logger
+from framework.training.trainer import Trainer
+from framework.types import hooks
 
+# The shape of a small parameter, of which one with fewer dimensions has the first ones.
 _PROBE = (3, 5, 7, 11, 13)
-_BYTES_PER_RANK = 16_000  # generators, on the CPU
-_REST_BYTES = 12_000  # configuration, manifest, progress, and what files have between tensors
+# In a checkpoint: the generators of each rank, on the CPU.
+_BYTES_PER_RANK = 16_000
+# In a checkpoint: the configuration, the manifest, progress, and what files have between tensors.
+_REST_BYTES = 12_000
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """Bytes of this rank's training state, and of a checkpoint of all ranks."""
+
+    # With buffers.
+    weights: int
+    gradients: int
+    # None: not known before the first step.
+    optimizer: int | None
+    checkpoint: int
+
+
+def state_sizes(setup: RankSetup, trainer: Trainer) -> StateSizes:
+    """Return the sizes; those of optimizer and checkpoint are estimates."""
+    model = trainer.state.bare_model
+    optimizer = _optimizer_bytes_of(setup, trainer)
+    checkpoint = checkpoint_bytes(
+        model,
+        optimizer or 0,
+        world_size=setup.context.world_size,
+        averages=len(hooks(trainer.state.callbacks.values(), "evaluation_weights")),
+        strategy=setup.strategy,
+    )
+    # With several stages, this rank has the parameters of some of them; of a sharded model, a part of each.
+    num_here = max(sum(parameter.numel() for parameter in model.parameters()), 1)
+    shards = [local_tensor(parameter) for parameter in model.parameters()]
+    share = sum(shard.numel() for shard in shards) / num_here
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return StateSizes(
+        weights=tensor_bytes([*shards, *model.buffers()]),
+        gradients=tensor_bytes(local_tensor(parameter) for parameter in trained),
+        optimizer=None if optimizer is None else round(optimizer * share),
+        checkpoint=checkpoint * num_parameters(model) // num_here,
+    )
+
+
+def _optimizer_bytes_of(setup: RankSetup, trainer: Trainer) -> int | None:
+    """Return what the trainer's optimizers keep of unsharded parameters; None if that isn't known before a step."""
+    size = 0
+    configs = optimizer_configs(setup.config.optimizer)
+    try:
+        for config, optimizer in zip(configs, trainer.state.optimizers, strict=True):
+            parameters: list[nn.Parameter] = []
+            for group in optimizer.param_groups:
+                parameters += group["params"]
+            size += optimizer_bytes(config, parameters, model=trainer.state.bare_model)
+    except Exception as error:
+        # A user's optimizer may raise anything; training shows if it works.
+        logger.info("the size of the optimizer's state isn't known before the first step: %r", error)
+        return None
+    return size
 
 
 def tensor_bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
     """Return the tensors' bytes; dtype: the type to count in, if not their own."""
-    return sum(each.numel() * (dtype or each.dtype).itemsize for each in tensors)
+    return sum(tensor.numel() * (dtype or tensor.dtype).itemsize for tensor in tensors)
 
 
 def average_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of an average of the tensors, whose floats are float32 or wider."""
-    return sum(tensor_bytes([each], average_dtype(each)) for each in tensors)
+    return sum(tensor.numel() * average_dtype(tensor).itemsize for tensor in tensors)
 
 
 def average_dtype(tensor: Tensor) -> torch.dtype:
     """Return the type that an average of the tensor has."""
     is_narrow = tensor.is_floating_point() and tensor.itemsize < torch.float32.itemsize
     return torch.float32 if is_narrow else tensor.dtype
+
+
+def optimizer_bytes(config: OptimizerConfig, parameters: Sequence[nn.Parameter], *, model: nn.Module) -> int:
+    """Return the bytes that an optimizer keeps from step to step for `parameters`; see `optimizer_state_bytes`."""
+
+    def make(probes: list[nn.Parameter]) -> Optimizer:
+        return build_one_optimizer(config, {config.name: probes}, model=model)
+
+    return optimizer_state_bytes(make, parameters)
 
 
 def optimizer_state_bytes(make: Callable[[list[nn.Parameter]], Optimizer], parameters: Iterable[nn.Parameter]) -> int:
@@ -38,10 +111,14 @@ def optimizer_state_bytes(make: Callable[[list[nn.Parameter]], Optimizer], param
     Raises what the optimizer raises.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    probes = {_kind(each): nn.Parameter(torch.zeros(_PROBE[: each.dim()], dtype=each.dtype)) for each in trained}
-    if not probes:
+    if not trained:
         return 0
-    with torch.random.fork_rng(devices=[]):  # training must draw the same numbers afterwards
+    probes = {}
+    for parameter in trained:
+        shape = _PROBE[: parameter.dim()]
+        probes[_kind(parameter)] = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
+    # Training must draw the same numbers afterwards.
+    with torch.random.fork_rng(devices=[]):
         optimizer = make(list(probes.values()))
         for probe in probes.values():
             probe.grad = torch.zeros_like(probe)
@@ -49,9 +126,10 @@ def optimizer_state_bytes(make: Callable[[list[nn.Parameter]], Optimizer], param
     size = 0
     for parameter in trained:
         probe = probes[_kind(parameter)]
-        for kept in optimizer.state[probe].values():
-            if isinstance(kept, Tensor):
-                size += kept.element_size() * (parameter if kept.numel() == probe.numel() else kept).numel()
+        for value in optimizer.state[probe].values():
+            if isinstance(value, Tensor):
+                is_as_large = value.numel() == probe.numel()
+                size += value.element_size() * (parameter.numel() if is_as_large else value.numel())
     return size
 
 
@@ -70,12 +148,19 @@ def checkpoint_bytes(
         averages: how many callbacks evaluate with weights of their own.
         strategy: of the run; some keep every rank's weights, copies of them, or gradients.
     """
-    tied_once = {id(each): each for each in model.state_dict(keep_vars=True).values() if isinstance(each, Tensor)}
-    weight_bytes = tensor_bytes(tied_once.values())
-    averages_bytes = averages * average_bytes(tied_once.values())
-    trained_bytes = tensor_bytes(each for each in model.parameters() if each.requires_grad)
-    replicas = world_size if strategy.replicas_differ else 1
-    own = optimizer_bytes + averages_bytes + (weight_bytes if averages or replicas > 1 else 0)
     costs = strategy.costs()
-    kept = (1 + costs.weight_copies) * weight_bytes + world_size * costs.gradients_kept * trained_bytes
-    return kept + replicas * own + world_size * _BYTES_PER_RANK + _REST_BYTES
+    state = model.state_dict(keep_vars=True).values()
+    # Tied weights are in it several times, and are saved once.
+    tensors = {id(value): value for value in state if isinstance(value, Tensor)}
+    weight_bytes = tensor_bytes(tensors.values())
+    trained_bytes = tensor_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+    averages_bytes = averages * average_bytes(tensors.values())
+
+    num_replicas = world_size if strategy.replicas_differ else 1
+    replica_bytes = optimizer_bytes + averages_bytes
+    if averages or num_replicas > 1:
+        # The weights that are trained, beside those to evaluate.
+        replica_bytes += weight_bytes
+    shared_bytes = (1 + costs.weight_copies) * weight_bytes
+    gradient_bytes = world_size * costs.gradients_kept * trained_bytes
+    return shared_bytes + gradient_bytes + num_replicas * replica_bytes + world_size * _BYTES_PER_RANK + _REST_BYTES

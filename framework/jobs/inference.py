@@ -21,8 +21,9 @@ from framework.data.loader import EvalLoader
 from framework.distributed.collectives import gather_to_first
 from framework.distributed.process_group import process_group
 from framework.engine.assemble import Assembled
-from framework.engine.limits import streams_of
-from framework.engine.setup import RankSetup, build_data, make_eval_loaders, setup_rank
+from framework.engine.data_checks import streams_of
+from framework.engine.loaders import build_data, make_eval_loaders
+from framework.engine.setup import RankSetup, setup_rank
 from framework.engine.work import joined, trained_model
 from framework.errors import ConfigError, DataError, TargetError
 from framework.launch.plan import MonitorLink, RankArguments

@@ -24,18 +24,11 @@ from framework.data.loader import dataset_size
 from framework.distributed.context import Context
 from framework.engine import build
 from framework.engine.assemble import assemble
-from framework.engine.limits import (
-    apply_fast_dev_run,
-    apply_overfit_batches,
-    check_metrics,
-    check_streams,
-    check_validation,
-    streams_of,
-    train_size,
-    with_batch_sizes,
-)
+from framework.engine.data_checks import check_metrics, check_streams, check_validation, streams_of
+from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches, train_size
+from framework.engine.loaders import with_batch_sizes
 from framework.engine.setup import plan_steps, plan_training
-from framework.engine.sizes import average_bytes, checkpoint_bytes, tensor_bytes
+from framework.engine.sizes import average_bytes, checkpoint_bytes, optimizer_bytes, tensor_bytes
 from framework.errors import DataError, describe_error
 from framework.optim.param_groups import ParamGroups
 from framework.optim.phases import phases_of
@@ -241,7 +234,7 @@ def _state_bytes(
     config: OptimizerConfig, trained: Sequence[nn.Parameter], model: nn.Module, notes: list[str]
 ) -> int | None:
     try:
-        return build.optimizer_bytes(config, trained, model=model)
+        return optimizer_bytes(config, trained, model=model)
     except Exception as error:  # maybe the user's own optimizer: the other sizes are still known
         notes.append(f"The optimizer's state isn't known: it can't step without training ({describe_error(error)}).")
         return None

@@ -27,9 +27,9 @@ from framework.data.batching import BatchPlan, plan_batches
 from framework.data.loader import MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import barrier
+from framework.engine.build_trainer import build_trainer
 from framework.engine.setup import RankSetup
 from framework.engine.sizes import average_dtype
-from framework.engine.train import build_trainer
 from framework.errors import RunError, describe_error
 from framework.strategies.base import Strategy
 from framework.system.formatting import format_binary_bytes

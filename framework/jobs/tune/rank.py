@@ -18,9 +18,10 @@ from framework.data.loader import MapLoader
 from framework.distributed.collectives import barrier
 from framework.distributed.process_group import process_group
 from framework.engine import build
-from framework.engine.limits import streams_of
-from framework.engine.setup import RankSetup, build_data, make_train_loader, setup_rank
-from framework.engine.train import build_trainer
+from framework.engine.build_trainer import build_trainer
+from framework.engine.data_checks import streams_of
+from framework.engine.loaders import build_data, make_train_loader
+from framework.engine.setup import RankSetup, setup_rank
 from framework.engine.weights import load_initial_weights
 from framework.errors import ConfigError, DataError, RunError, describe_error
 from framework.jobs.tune.batch_size import find_batch_size, full_steps, is_out_of_memory, train_steps

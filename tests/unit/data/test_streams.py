@@ -22,7 +22,7 @@ from framework.config.schema import Config, JobName
 from framework.data.batching import BatchPlan
 from framework.data.stream import first_batch
 from framework.distributed.context import Context
-from framework.engine.limits import check_streams
+from framework.engine.data_checks import check_streams
 from framework.errors import CheckpointError, ConfigError, DataError, FrameworkError, RunError
 from framework.strategies.base import Strategy
 from framework.training.length import steps_per_epoch

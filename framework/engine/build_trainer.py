@@ -1,0 +1,155 @@
+"""Build the trainer of one rank: assemble the model, wrap it, and make the optimizer, the observers and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import nn
+
+from framework.checkpoint import LocalStorage
+from framework.checkpoint.manager import CheckpointManager
+from framework.config.optimizers import optimizer_configs
+from framework.config.saved import written_config
+from framework.config.schema import Node, ProgressMode
+from framework.data.loader import EvalLoader, MapLoader
+from framework.data.stream import StreamLoader
+from framework.distributed.process_group import new_group, set_group_timeouts, set_timeout
+from framework.distributed.seed import seed_everything
+from framework.engine import build
+from framework.engine.assemble import assemble
+from framework.engine.data_checks import check_metrics
+from framework.engine.setup import RankSetup
+from framework.optim.param_groups import ParamGroups
+from framework.optim.phases import phases_of
+from framework.strategies.activation_checkpointing import apply_activation_checkpointing
+from framework.system.rank_log import warn
+from framework.training import length as run_length
+from framework.training.stop_control import StopControl
+from framework.training.train_state import TrainState
+from framework.training.trainer import Trainer
+from framework.types import hooks
+
+
+def build_trainer(
+    setup: RankSetup,
+    train_loader: MapLoader | StreamLoader,
+    val_loaders: Mapping[str, EvalLoader],
+    *,
+    resumed: Mapping[str, int] | None = None,
+) -> Trainer:
+    """Build the model, the optimizer and all else that training needs. Every rank must call it.
+
+    resumed: the progress of the checkpoint that will be restored, which decides how long the whole run is.
+    """
+    config = setup.config
+    settings = config.trainer
+    context = setup.context
+    strategy = setup.strategy
+
+    # The same on every rank: replicas start equal, even if the strategy doesn't make them so.
+    seed_everything(config.seed, rank=0)
+    assembled = assemble(setup.requested, context, num_stages=strategy.num_stages)
+    model = assembled.model
+    task = assembled.task
+    if train_loader.whole is not None:
+        for observe in hooks([task], "observe_samples"):
+            observe(train_loader.whole)
+    # Transformers' from_pretrained returns models in evaluation mode. Parts of one in training mode stay as they are.
+    if not model.training:
+        model.train()
+    apply_activation_checkpointing(model, settings.activation_checkpointing)
+
+    # While the model is whole: a strategy may leave each rank a part of it.
+    configs = optimizer_configs(config.optimizer)
+    param_groups = ParamGroups.of(model, configs)
+    phases = phases_of(task, optimizers=[optimizer_config.name for optimizer_config in configs])
+    if phases is not None:
+        strategy.allow_unused_parameters()
+    wrapped = strategy.wrap(model)
+    set_group_timeouts(config.backend.init_timeout, strategy.groups)
+    if settings.compile is not None:
+        # In place, so that the names of weights stay as they are.
+        wrapped.compile(mode=settings.compile)
+
+    # The schedule is that of the requested run, of which `trainer.fast_dev_run` only makes the first steps.
+    steps_per_epoch = run_length.steps_per_epoch(setup.requested.trainer, setup.plan, size=train_loader.size)
+    start = run_length.FROM_SCRATCH
+    if resumed is not None:
+        start = run_length.start_of(resumed, size=train_loader.size, steps_per_epoch=steps_per_epoch, plan=setup.plan)
+    total_steps = run_length.total_steps(setup.requested.trainer, steps_per_epoch=steps_per_epoch, start=start)
+    schedule_length = partial(run_length.schedule_length, setup.requested, steps_per_epoch, phases=phases, start=start)
+    # Fused optimizers take no sparse gradients, and skip a step that overflows unseen.
+    may_fuse = not assembled.precision.scaler.is_enabled() and not _has_sparse_gradients(model)
+    optimizer = build.build_optimizer(param_groups, model, may_fuse=may_fuse, total_steps=total_steps)
+
+    state = TrainState(
+        model=wrapped,
+        task=task,
+        strategy=strategy,
+        precision=assembled.precision,
+        optimizer=optimizer,
+        schedule=build.build_schedule(config.scheduler, optimizer, configs, length=schedule_length),
+        callbacks=build.build_callbacks(_callback_nodes(setup), context=context, run_dir=setup.run_dir),
+        loggers=build.build_loggers(
+            config.logger if context.is_main else {}, run_dir=setup.run_dir, progress=_progress_mode(setup)
+        ),
+        train_loader=train_loader,
+        stop=StopControl(setup.link, context=context),
+        context=context,
+        phases=phases,
+        recomputes=settings.activation_checkpointing is not None,
+        compile_mode=settings.compile,
+    )
+    # From here on, ranks with other samples draw other numbers.
+    seed_everything(config.seed, rank=setup.seeded_as)
+    groups = (*strategy.groups, *setup.exchange.groups)
+    return Trainer(
+        state,
+        settings,
+        val_loaders=val_loaders,
+        checkpoints=_checkpoint_manager(setup),
+        after_first_step=partial(set_timeout, config.backend.timeout, context, groups=groups),
+        check_metrics=partial(check_metrics, config),
+        link=setup.link,
+        counts_flops=bool(config.logger),
+    )
+
+
+def _has_sparse_gradients(model: nn.Module) -> bool:
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+def _callback_nodes(setup: RankSetup) -> Mapping[str, Node]:
+    """Return the callbacks of the configuration, and the profiler if `trainer.profiler` asks for it."""
+    callbacks = setup.config.callbacks
+    if setup.config.trainer.profiler is None or "profiler" in callbacks:
+        return callbacks
+    return {**callbacks, "profiler": {"_target_": "framework.callbacks.profiler.TorchProfiler"}}
+
+
+def _progress_mode(setup: RankSetup) -> ProgressMode:
+    """Return how progress is shown. Redrawn lines would disturb a debugger's prompt, where nobody watches the rank."""
+    progress = setup.config.trainer.progress
+    if progress == "auto" and not setup.link.is_watched:
+        return "plain"
+    return progress
+
+
+def _checkpoint_manager(setup: RankSetup) -> CheckpointManager | None:
+    if not setup.config.checkpoint.enabled:
+        return None
+    setup.run_dir.checkpoints.mkdir(exist_ok=True)
+    backend = setup.config.backend
+    shard_group = None
+    if setup.strategy.forward_communicates:
+        # A group of its own, since checkpoints are written while training uses the others.
+        shard_group = new_group(max(backend.init_timeout, backend.timeout))
+    return CheckpointManager(
+        setup.config.checkpoint,
+        LocalStorage(setup.run_dir.checkpoints),
+        config_text=written_config(setup.run_dir),
+        is_writer=setup.context.is_main,
+        warn=warn,
+        shard_group=shard_group,
+    )

@@ -1,0 +1,132 @@
+"""Mistakes that show once the datasets are built: keys that can't go with a stream, and metrics nobody computes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch.utils.data import IterableDataset
+
+from framework.config.parse import raise_mistakes
+from framework.config.schema import Config
+from framework.config.suggest import did_you_mean, nearest
+from framework.errors import ConfigError
+from framework.strategies.base import Strategy
+from framework.training.length import FROM_SCRATCH, Start, step_of_epoch_end, total_steps
+from framework.types import Datasets
+
+
+def streams_of(datasets: Datasets) -> list[str]:
+    """Return the parts that are streams."""
+    return [part for part, dataset in datasets.parts.items() if isinstance(dataset, IterableDataset)]
+
+
+def check_streams(config: Config, datasets: Datasets, strategy: Strategy) -> None:
+    """Raise ConfigError, with all mistakes, for keys that can't go with a stream, or that need one."""
+    streams = streams_of(datasets)
+    mistakes = list(_mistakes_of_streams(config, streams))
+    if "train" in streams:
+        mistakes += _mistakes_of_a_train_stream(config, strategy)
+    raise_mistakes(mistakes)
+
+
+def _mistakes_of_streams(config: Config, streams: list[str]) -> Iterator[str]:
+    for part in streams:
+        key = f"limit_{part.partition('/')[0]}_batches"
+        limit = getattr(config.trainer, key)
+        if isinstance(limit, float):
+            yield (
+                f"trainer.{key}={limit} is a share of a stream, whose length is unknown. Use a whole number of batches."
+            )
+    if streams and config.trainer.overfit_batches is not None:
+        yield (
+            f"trainer.overfit_batches can't go with a stream ({', '.join(streams)}), which gives each sample once. "
+            "Use trainer.limit_train_batches, or map-style datasets."
+        )
+
+
+def _mistakes_of_a_train_stream(config: Config, strategy: Strategy) -> Iterator[str]:
+    data = config.data
+    if data.shuffle:
+        yield (
+            "data.shuffle=true can't go with a stream to train on, which has its own order. Set data.shuffle=false, "
+            "and shuffle in the dataset (its set_epoch(epoch) is called)."
+        )
+    if data.loader == "resident":
+        yield "data.loader=resident can't go with a stream to train on, of unknown length. Use auto."
+    if data.num_workers is not None and data.num_workers > 1:
+        yield (
+            f"data.num_workers={data.num_workers} can't go with a stream to train on: several processes would read the "
+            "same samples. Use data.num_workers=1, which has one read ahead, 0, or auto."
+        )
+
+    # The rest is about a stream of which each process reads its own part.
+    if data.stream == "shared":
+        return
+    key = f"data.stream={data.stream}"
+    mixing = None
+    if strategy.mixes_samples:
+        mixing = "strategy.sync_batchnorm=true"
+    elif strategy.num_stages is not None:
+        mixing = "strategy=pipeline"
+    if mixing is not None:
+        yield (
+            f"{key} can't go with {mixing}: the stand-in for a process whose stream has ended would count. "
+            "Use data.stream=shared, or leave that out."
+        )
+    if config.job == "parity":
+        yield (
+            f"{key} can't go with job=parity, which compares numbers of processes: each would cut the stream "
+            "differently. Use data.stream=shared."
+        )
+
+
+def check_validation(
+    config: Config, datasets: Datasets, *, steps_per_epoch: int | None, start: Start = FROM_SCRATCH
+) -> str | None:
+    """Return a warning if training ends before the first validation is due."""
+    steps = total_steps(config.trainer, steps_per_epoch=steps_per_epoch, start=start)
+    if steps is None or steps <= start.step:
+        return None
+    if datasets.val is None or config.trainer.limit_val_batches == 0:
+        return None
+    first = _first_validation(config, datasets, steps_per_epoch=steps_per_epoch, start=start)
+    if first is None or first <= steps:
+        return None
+    return (
+        f"Nothing will be validated: training ends after {steps} steps, and the first validation is due after "
+        f"{first}. Use trainer.val_check_interval={steps} to validate at the end."
+    )
+
+
+def _first_validation(config: Config, datasets: Datasets, *, steps_per_epoch: int | None, start: Start) -> int | None:
+    """Return after how many steps the first validation is due; None if that is unknown, or none is."""
+    interval = config.trainer.val_check_interval
+    if interval is not None:
+        return (start.step // interval + 1) * interval
+    every_n_epoch = config.trainer.check_val_every_n_epoch
+    # A stream's epochs may be shorter.
+    if every_n_epoch is None or steps_per_epoch is None or isinstance(datasets.train, IterableDataset):
+        return None
+    epoch = (start.epoch // every_n_epoch + 1) * every_n_epoch - 1
+    return step_of_epoch_end(epoch, steps_per_epoch=steps_per_epoch, start=start)
+
+
+def check_metrics(config: Config, metrics: Collection[str]) -> None:
+    """Raise ConfigError if a monitored metric isn't one of those that validation computes: none without that part."""
+    for key, metric in _monitored(config).items():
+        if metric in metrics:
+            continue
+        remedy = "data.datasets has no validation part: add one."
+        if metrics:
+            remedy = f"Use one of {', '.join(metrics)}."
+        raise ConfigError(f"{key}={metric} is never computed. {remedy}{did_you_mean(nearest(metric, metrics))}")
+
+
+def _monitored(config: Config) -> dict[str, str]:
+    """Return the metrics that are monitored, by config key."""
+    metrics = {"scheduler.monitor": config.scheduler.monitor}
+    if config.checkpoint.enabled:
+        metrics["checkpoint.monitor"] = config.checkpoint.monitor
+    for name, node in config.callbacks.items():
+        metrics[f"callbacks.{name}.monitor"] = node.get("monitor")
+    return {key: metric for key, metric in metrics.items() if metric is not None}

@@ -1,0 +1,200 @@
+"""The datasets of a run, and the loaders of this rank's samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from framework.checkpoint.writer import check_plain
+from framework.config.schema import Config
+from framework.data.batching import plan_batches
+from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, dataset_size, worker_count
+from framework.data.stream import StreamLoader, StreamPlan
+from framework.engine import build
+from framework.engine.data_checks import check_streams
+from framework.engine.limits import first_samples, train_size
+from framework.engine.setup import RankSetup, plan_steps, procs_on_cores
+from framework.strategies.base import Strategy
+from framework.training.length import apply_limit, steps_per_epoch
+from framework.types import Collate, Datasets, DataShare, MapDataset
+
+
+def build_data(setup: RankSetup) -> tuple[Datasets, RankSetup]:
+    """Return the datasets, checked, and the set-up with their batch sizes, if the configuration leaves these open."""
+    datasets = build.build_data(setup.config, setup.context)
+    check_streams(setup.config, datasets, setup.strategy)
+    config = with_batch_sizes(setup.config, datasets)
+    if config is not setup.config:
+        setup = replace(setup, config=config, plan=plan_steps(config, setup.context, setup.strategy))
+    return datasets, setup
+
+
+def with_batch_sizes(config: Config, datasets: Datasets) -> Config:
+    """Return the configuration with the batch sizes and `drop_last` of DataLoaders in place of `auto` and `null`."""
+    data = config.data
+    if data.batch_size == "auto" and datasets.batch_size is not None:
+        data = replace(data, batch_size=datasets.batch_size)
+    if data.eval_batch_size == "auto" and datasets.eval_batch_size is not None:
+        data = replace(data, eval_batch_size=datasets.eval_batch_size)
+    if data.drop_last is None and datasets.drop_last is not None:
+        data = replace(data, drop_last=datasets.drop_last)
+    return config if data is config.data else replace(config, data=data)
+
+
+# The train part
+
+
+def make_train_loader(setup: RankSetup, datasets: Datasets) -> MapLoader | StreamLoader:
+    """Return the loader of the train part."""
+    dataset = datasets.train
+    collate_fn = datasets.collate_fn_of("train")
+    if isinstance(dataset, IterableDataset):
+        return _train_stream_loader(setup, dataset, collate_fn)
+
+    config = setup.config
+    size = train_size(datasets, processes=setup.plan.world_size)
+    return MapLoader(
+        dataset,
+        split="train",
+        plan=setup.plan,
+        rank=setup.data_share.rank,
+        device=setup.context.device,
+        options=loader_options(setup, collate_fn),
+        seed=config.seed,
+        shuffle=config.data.shuffle and config.trainer.overfit_batches is None,
+        sampler=datasets.sampler,
+        limit=steps_per_epoch(config.trainer, setup.plan, size=size),
+    )
+
+
+def _train_stream_loader(setup: RankSetup, dataset: IterableDataset[Any], collate_fn: Collate | None) -> StreamLoader:
+    config = setup.config
+    steps = steps_per_epoch(config.trainer, setup.plan, size=None)
+    check_state = partial(check_plain, name="the train stream's state_dict()")
+    return StreamLoader(
+        dataset,
+        plan=StreamPlan(
+            "train",
+            setup.plan,
+            setup.data_share.rank,
+            is_sharded=config.data.stream != "shared",
+            seed=config.seed,
+            limit=None if steps is None else steps * setup.plan.global_batch_size,
+            in_worker=_stream_in_worker(setup),
+            collate_fn=collate_fn,
+        ),
+        device=setup.context.device,
+        exchange=setup.exchange,
+        stops_first=config.data.stream == "stop",
+        check_state=check_state if config.checkpoint.enabled else None,
+    )
+
+
+# The parts to evaluate
+
+
+def make_eval_loaders(
+    setup: RankSetup, datasets: Datasets, *, part: str, strategy: Strategy | None = None
+) -> dict[str, EvalLoader]:
+    """Return the loader of each set of an evaluation part, cut to `limit_PART_batches`, by the prefix of its metrics.
+
+    strategy: the one that wraps the model to evaluate; None if each rank has all of it.
+    """
+    limit: int | float | None = getattr(setup.config.trainer, f"limit_{part}_batches")
+    if limit == 0:
+        return {}
+    sets = {"train": datasets.train} if part == "train" else datasets.sets(part)
+    loaders = {}
+    for name, dataset in sets.items():
+        collate_fn = datasets.collate_fn_of(name)
+        loaders[name] = _eval_loader(setup, dataset, name, limit=limit, collate_fn=collate_fn, strategy=strategy)
+    return loaders
+
+
+def _eval_loader(
+    setup: RankSetup,
+    dataset: Any,
+    name: str,
+    *,
+    limit: int | float | None,
+    collate_fn: Collate | None,
+    strategy: Strategy | None,
+) -> EvalLoader:
+    context = setup.context
+    share = DataShare(context.rank, context.world_size) if strategy is None else setup.data_share
+    batch_size = setup.config.data.evaluated_batch_size
+    plan = plan_batches(batch_size=batch_size, global_batch_size=None, world_size=share.world_size, accumulate=1)
+
+    loader: MapLoader | StreamLoader
+    is_sharded_stream = False
+    if isinstance(dataset, IterableDataset):
+        is_sharded_stream = setup.config.data.stream != "shared"
+        loader = StreamLoader(
+            dataset,
+            plan=StreamPlan(
+                name,
+                batches=plan,
+                rank=share.rank,
+                is_sharded=is_sharded_stream,
+                seed=setup.config.seed,
+                limit=None if limit is None else int(limit) * batch_size,
+                in_worker=_stream_in_worker(setup),
+                collate_fn=collate_fn,
+            ),
+            device=context.device,
+            exchange=setup.exchange,
+        )
+    else:
+        loader = MapLoader(
+            _limited(dataset, name, limit, batch_size),
+            split=name,
+            plan=plan,
+            rank=share.rank,
+            device=context.device,
+            options=loader_options(setup, collate_fn),
+            seed=setup.config.seed,
+        )
+    return EvalLoader(
+        loader,
+        # Each rank that reads a shard of a stream has its own part of it, not every so many samples.
+        turns=None if is_sharded_stream else batch_size,
+        is_even=strategy is not None and strategy.forward_communicates,
+        tick=setup.link.rank_status.tick,
+    )
+
+
+def _limited(dataset: MapDataset, name: str, limit: int | float | None, batch_size: int) -> MapDataset:
+    """Return the samples to evaluate, the same ones on any number of processes: counted in one process's batches."""
+    if limit is None:
+        return dataset
+    num_batches = -(-dataset_size(dataset, split=name) // batch_size)
+    return first_samples(dataset, apply_limit(num_batches, limit) * batch_size)
+
+
+# How samples are loaded
+
+
+def loader_options(setup: RankSetup, collate_fn: Collate | None) -> LoaderOptions:
+    """Return how the parts of the data are loaded on this rank."""
+    data = setup.config.data
+    topology = setup.context.topology
+    return LoaderOptions(
+        data.loader,
+        num_workers=data.num_workers,
+        procs_on_node=topology.procs_per_node,
+        procs_on_cores=procs_on_cores(setup.config, setup.context),
+        procs_on_device=topology.procs_per_gpu,
+        logs=setup.context.is_main,
+        collate_fn=collate_fn,
+    )
+
+
+def _stream_in_worker(setup: RankSetup) -> bool:
+    """Return True if a stream is read by a worker process: there is a core for it, or it was requested."""
+    num_workers = setup.config.data.num_workers
+    if num_workers is None:
+        num_workers = worker_count(procs=procs_on_cores(setup.config, setup.context))
+    return num_workers > 0
