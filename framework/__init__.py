@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from framework.api.call import RunFailedError
     from framework.api.run import Run, load
     from framework.api.train import train
+    from framework.command.job import Job
     from framework.data import samplers, transforms
     from framework.data.tensor_samples import TensorSamples
     from framework.strategies.base import Strategy, StrategyCosts
@@ -55,6 +56,7 @@ __all__ = [
     "FrameworkError",
     "Histogram",
     "Image",
+    "Job",
     "Log",
     "Logger",
     "MapDataset",
@@ -83,6 +85,7 @@ __all__ = [
 ]
 
 _IMPORTED_LATE = {
+    "Job": "framework.command.job",
     "Run": "framework.api.run",
     "RunFailedError": "framework.api.call",
     "Strategy": "framework.strategies.base",

@@ -63,17 +63,42 @@ def known_keys(raw: Mapping[str, Any] | None = None) -> list[str]:
 
 
 def normalize_override(override: str) -> str:
-    """Return an override as Hydra takes it.
+    """Return an override as Hydra takes it, by what the schema says of its key.
 
-    `preflight=true` is `preflight.enabled=true`, so that its place among the section's other keys doesn't matter, and
-    `runs=a` and `runs=[a,b]` are `runs.paths`. Keys in `args.key=value` and `args={…}` may be new. Conditions in
-    `runs.filter` are quoted.
+    - A section with a `shorthand` gets its value there: `preflight=true` is `preflight.enabled=true`.
+    - A value of a list needs no brackets there: `runs=a` is `runs.paths=[a]`.
+    - A `verbatim` text is quoted: `runs.filter=val/loss<1`.
+    - Keys of a mapping that is the user's may be new: `args.number=2` is `++args.number=2`.
     """
-    override = re.sub(r"^args(?=[.=])", "++args", override)
-    override = re.sub(r"^runs=(?!\s*[\[{]|null$)(.+)", r"runs.paths=[\1]", override)
-    override = re.sub(r"^runs=(?!\s*\{)", "runs.paths=", override)
-    override = re.sub(r"^runs\.filter=(?!['\"]|null$)(.+)", r"runs.filter='\1'", override)
-    return re.sub(r"^(\+*preflight)=(?!\s*\{)", r"\1.enabled=", override)
+    match = re.fullmatch(r"(\+*)(\w+)(\.[^=]*)?=(.*)", override, re.DOTALL)
+    if match is None:
+        return override
+    plus, section, below, value = match.groups(default="")
+    field = _named_fields(Config).get(section)
+    if field is None:
+        return override
+    if field.kinds == [dict[str, Any]]:
+        return f"++{section}{below}={value}"
+
+    keys = _named_fields(field.section) if field.section is not None else {}
+    if not below and field.shorthand is not None and not value.lstrip().startswith("{"):
+        below = f".{field.shorthand}"
+        if keys[field.shorthand].kinds == [Texts]:
+            value = _as_list(value)
+    key = keys.get(below.removeprefix("."))
+    if key is not None and key.verbatim:
+        value = _as_quoted(value)
+    return f"{plus}{section}{below}={value}"
+
+
+def _as_list(value: str) -> str:
+    is_whole = not value or value == "null" or value.lstrip().startswith("[")
+    return value if is_whole else f"[{value}]"
+
+
+def _as_quoted(value: str) -> str:
+    is_whole = not value or value == "null" or value.startswith(("'", '"'))
+    return value if is_whole else f"'{value}'"
 
 
 def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -121,6 +146,10 @@ class _Field:
         if field.default_factory is not MISSING:
             self.default = field.default_factory()
         self.auto = "auto" in field.metadata
+        # The key of the section that is set by `SECTION=VALUE`, if there is one.
+        self.shorthand: str | None = field.metadata.get("shorthand")
+        # True: what is typed is a text, whatever characters it has.
+        self.verbatim = "verbatim" in field.metadata
         self.nullable = NoneType in kinds
         # at_least, above, at_most.
         self.bounds: Mapping[str, float] = field.metadata.get("bounds", {})
@@ -165,6 +194,10 @@ class _Field:
         if self.nullable:
             ways.append("null")
         return ", or ".join(ways)
+
+
+def _named_fields(section: type) -> dict[str, _Field]:
+    return {field.name: field for field in _fields_of(section)}
 
 
 @cache

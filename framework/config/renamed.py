@@ -23,7 +23,11 @@ _LAUNCHER_TARGETS = {
 }
 _LAUNCHER_OPTIONS = {"adopted": "external", "in_place": "in_process"}
 
-REMOVED: dict[str, Any] = {"trainer.cpu_affinity": False, "trainer.log_rank_losses": False}
+REMOVED: dict[str, Any] = {
+    "trainer.cpu_affinity": False,
+    "trainer.log_rank_losses": False,
+    "collectives": {"backends": None, "delay": "1s"},
+}
 """Keys that no longer exist, with the default that they had."""
 
 # Runs of earlier versions train without this logger: `metrics.jsonl` has the same numbers.
@@ -54,6 +58,9 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
     present = dict(saved)
     for key in _removed_keys(saved):
         section, _, name = key.rpartition(".")
+        if not section:
+            del present[name]
+            continue
         present[section] = {other: value for other, value in present[section].items() if other != name}
     return present
 
@@ -72,7 +79,7 @@ def _removed_keys(saved: Mapping[str, Any]) -> dict[str, Any]:
     keys = {}
     for key in REMOVED:
         section, _, name = key.rpartition(".")
-        values = saved.get(section)
+        values = saved.get(section) if section else saved
         if isinstance(values, Mapping) and name in values:
             keys[key] = values[name]
     loggers = saved.get("logger")

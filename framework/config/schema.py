@@ -6,6 +6,8 @@ A user's own part (`_target_` and keywords) is a `Node`; only `framework.engine.
 Types that the parser knows: `bool int float str`, `X | None`, `Literal`, `Duration`, `Texts`, `Node`,
 `dict[str, Node]`, `dict[str, str]`, dataclasses. `None` is written `null`, and also `auto` where `auto()` is used. A
 bound is inclusive unless `above`.
+
+Metadata: the `shorthand` of a section is the key that `SECTION=VALUE` sets; a `verbatim` text needs no quotes.
 """
 
 from __future__ import annotations
@@ -310,16 +312,6 @@ class PreflightConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectivesConfig:
-    """job=collectives."""
-
-    # gloo, nccl, or both side by side. null: the run's own backend.
-    backends: Texts | None = None
-    # How late the sender of isend/irecv is.
-    delay: Duration = Duration(1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TuneConfig:
     """job=tune. The names are those of Lightning's Tuner, if it has one."""
 
@@ -359,8 +351,8 @@ class RunsConfig:
     paths: Texts | None = None
     # A column, a metric or a key. -NAME sorts the largest first.
     sort: str = "started"
-    # Conditions such as `status=failed val/accuracy>0.9`.
-    filter: str | None = None
+    # Conditions such as `status=failed val/accuracy>0.9`, typed without quotes.
+    filter: str | None = field(default=None, metadata={"verbatim": True})
     format: Literal["text", "csv", "json"] = "text"
 
 
@@ -402,11 +394,10 @@ class Config:
     predict: PredictConfig
     plan: PlanConfig
     parity: ParityConfig
-    preflight: PreflightConfig = PreflightConfig()
-    collectives: CollectivesConfig = CollectivesConfig()
+    preflight: PreflightConfig = field(default=PreflightConfig(), metadata={"shorthand": "enabled"})
     tune: TuneConfig = TuneConfig()
     export: ExportConfig
-    runs: RunsConfig = RunsConfig()
+    runs: RunsConfig = field(default=RunsConfig(), metadata={"shorthand": "paths"})
     report: ReportConfig = ReportConfig()
     path: PathConfig
     model: Node

@@ -47,7 +47,6 @@ class RankPhase(IntEnum):
     STARTING = 0  # reading the configuration, building the data
     MEETING = 1  # waiting for the other ranks, to form the process group
     PREFLIGHT = 2  # checking what they exchange, if that is asked for
-    COLLECTIVES = 3  # showing them: job=collectives
     BUILDING = 4  # model, optimizer, restoring a checkpoint
     DATA = 5
     FORWARD = 6

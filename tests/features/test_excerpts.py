@@ -94,7 +94,6 @@ _MASKS = (
     (re.compile(r"# (?:#|–)$"), "#"),
 )
 _DIGITS = ("recipe=digits", "trainer.limit_train_batches=10")
-_COLLECTIVES = ("job=collectives", "recipe=toy", "topology.procs_per_node=3")
 
 
 def masked(text: str) -> list[str]:
@@ -112,10 +111,6 @@ def masked(text: str) -> list[str]:
         ("README.md", "$ python -m framework\nTraining digits", [(*_DIGITS, "trainer.max_epochs=3")]),
         ("docs/tune.md", "Tuning digits", [("job=tune", "recipe=digits", "tune.max_batch_size=16")]),
         ("docs/parity.md", "Comparing mnist", [("job=parity", "recipe=mnist")]),
-        ("docs/collectives.md", "Who each rank is", [_COLLECTIVES]),
-        ("docs/collectives.md", "reduce_scatter", [_COLLECTIVES]),
-        ("docs/collectives.md", "  rank 0: isend", [_COLLECTIVES]),
-        ("docs/collectives.md", "  rank 0: partners", [_COLLECTIVES]),
         (
             "docs/export.md",
             "Exported ConvNet",

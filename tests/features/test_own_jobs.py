@@ -93,3 +93,64 @@ def test_a_function_needs_weights_and_reports_failures(train, folder, trained, c
     outputs = f"path.outputs={folder}/outputs"
     run_dir = train("job=mine.plain", "args.times=3", f"checkpoint.path={trained}", outputs, status=1)
     assert json.loads((run_dir / "failure.json").read_text())["first"]["exception"] == "ValueError: times 3"
+
+
+CLASSES = """
+from framework import Job
+
+class Ranks(Job):
+    def work(self, setup, model):
+        assert model is None
+        return {"ranks": setup.context.world_size}
+
+class Largest(Job):
+    needs_weights = True
+
+    def work(self, setup, model):
+        assert not model.training
+        return {"times": setup.config.args["times"]}
+
+    def text(self, request, run_dir, *, status):
+        return f"{status}: {run_dir.read_run()['results']['times']} times"
+
+class Picky(Job):
+    def mistakes(self, config):
+        if config.seed == 0:
+            yield "seed=0 is refused."
+
+class NotAJob:
+    pass
+"""
+
+
+@pytest.mark.multiproc
+def test_a_class_works_without_weights(train, folder, capfd):
+    (folder / "classes.py").write_text(CLASSES)
+    run_dir = train("job=classes.Ranks", "recipe=toy", "topology.procs_per_node=2", f"path.outputs={folder}/outputs")
+    assert run_dir.parent == folder / "outputs/toy/classes.Ranks"
+    assert results.run_file(run_dir)["results"] == {"ranks": 2}
+    assert "Running classes.Ranks on toy: 2 processes, CPU" in capfd.readouterr().out
+
+
+def test_a_class_gets_the_model_and_prints_its_text(train, folder, trained, capfd):
+    (folder / "classes.py").write_text(CLASSES)
+    outputs = f"path.outputs={folder}/outputs"
+    train("job=classes.Largest", f"checkpoint.path={trained}", "args.times=3", outputs)
+    assert "0: 3 times" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("job=classes.Picky", "seed=0"), r"seed=0 is refused\."),
+        (("job=classes.Largest",), r"job=classes\.Largest needs weights"),
+        (("job=classes.NotAJob",), r"job=classes\.NotAJob: it isn't a subclass of framework\.Job"),
+        (("job=classes.Lragest",), r"there is no Lragest in classes.* Did you mean classes\.Largest\?"),
+        (("job=classes.Ranks", "resume=RUN"), r"resume can't go with job=classes\.Ranks"),
+    ],
+)
+def test_wrong_classes_and_configurations_are_refused(train, folder, trained, capfd, overrides, said):
+    (folder / "classes.py").write_text(CLASSES)
+    typed = [text.replace("RUN", str(trained)) for text in overrides]
+    train(*typed, "recipe=toy", f"path.outputs={folder}/outputs", status=2)
+    assert re.search(said, capfd.readouterr().err)

@@ -56,10 +56,6 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
         ),
         ({"job": "plan", "resume": "run"}, "resume can't go with job=plan"),
         ({"job": "parity", "resume": "run"}, "Use init_from=run"),
-        (
-            {"job": "collectives", "collectives.backends": ["gloo", "ncll"]},
-            "collectives.backends=[ncll]: must be gloo, nccl, or both.",
-        ),
         ({"job": "tune", "tune.min_lr": 10}, "tune.min_lr=10 must be less than tune.max_lr=10."),
         ({"job": "tune", "trainer.overfit_batches": 2}, "trainer.overfit_batches can't go with job=tune"),
         ({"trainer.deterministic": True, "trainer.benchmark": True}, "Set trainer.benchmark=null"),
