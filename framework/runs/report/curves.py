@@ -10,10 +10,18 @@ from itertools import groupby
 Curve = list[tuple[int, float | None]]
 """Steps in order, and the values; None where the value wasn't finite."""
 
-WIDTH, HEIGHT = 400, 220  # SVG units, about one pixel each on a phone
-LEFT, RIGHT, TOP, BOTTOM = 48, 392, 8, 194  # of the plot area
-NUM_COLORS = 8  # in style.css; further runs repeat them, dashed
-MAX_POINTS = 400  # of a curve: one for each unit
+# The whole chart in SVG units, about one pixel each on a phone.
+WIDTH = 400
+HEIGHT = 220
+# The plot area in it.
+LEFT = 48
+RIGHT = 392
+TOP = 8
+BOTTOM = 194
+# Colors in style.css; further runs repeat them, dashed.
+NUM_COLORS = 8
+# Points of a curve: one for each unit.
+MAX_POINTS = WIDTH
 _NUM_TICKS = 4
 
 
@@ -21,7 +29,8 @@ _NUM_TICKS = 4
 class Line:
     """A stretch of a curve: places in SVG units. One place is drawn as a dot, since its line can't be seen."""
 
-    color: str  # CSS classes
+    # CSS classes.
+    color: str
     places: list[tuple[float, float]]
 
 
@@ -43,49 +52,70 @@ def thinned(curve: Curve, *, max_points: int = MAX_POINTS) -> Curve:
     """Return at most `max_points` points that look the same: the minimum and maximum of each stretch, and both ends."""
     if len(curve) <= max_points:
         return curve
+    first, *inner, last = curve
     size = math.ceil(len(curve) / (max_points // 2 - 1))
-    kept = [curve[0]]
-    for start in range(1, len(curve) - 1, size):
-        stretch = [point for point in curve[start : min(start + size, len(curve) - 1)] if point[1] is not None]
-        ends = {min(stretch, key=_value), max(stretch, key=_value)} if stretch else {curve[start]}
-        kept += sorted(ends, key=lambda point: point[0])
-    return [*kept, curve[-1]]
+    points = [first]
+    for start in range(0, len(inner), size):
+        stretch = inner[start : start + size]
+        finite = [point for point in stretch if point[1] is not None]
+        if finite:
+            extremes = {min(finite, key=_value), max(finite, key=_value)}
+            points += sorted(extremes, key=lambda point: point[0])
+        else:
+            points.append(stretch[0])
+    points.append(last)
+    return points
 
 
 def chart(curves: Sequence[Curve | None], *, name: str) -> Chart:
     """Return the chart of one metric. curves: one for each run, None for a run without it."""
-    points = [point for curve in curves if curve for point in curve if point[1] is not None]
-    x = Scale([step for step, _ in points], LEFT, RIGHT)
-    y = Scale([value for _, value in points if value is not None], BOTTOM, TOP)
-    lines = [
-        Line(color(number), [(x(step), y(value)) for step, value in stretch])
-        for number, curve in enumerate(curves)
-        for stretch in _finite(curve or [])
-    ]
+    stretches = []
+    for number, curve in enumerate(curves):
+        for stretch in _finite(curve or []):
+            stretches.append((number, stretch))
+    steps = []
+    values = []
+    for _, stretch in stretches:
+        for step, value in stretch:
+            steps.append(step)
+            values.append(value)
+    x = Scale(steps, LEFT, RIGHT)
+    y = Scale(values, BOTTOM, TOP)
+
+    lines = []
+    for number, stretch in stretches:
+        places = [(x(step), y(value)) for step, value in stretch]
+        lines.append(Line(color(number), places))
+    whole_steps = [value for value in ticks(x.low, x.high) if value == int(value)]
     return Chart(
         name,
         x.low,
         x.high,
         y_ticks=[(y(value), format_tick(value)) for value in ticks(y.low, y.high)],
-        x_ticks=[(x(value), format_tick(value)) for value in ticks(x.low, x.high) if value == int(value)],
+        x_ticks=[(x(value), format_tick(value)) for value in whole_steps],
         lines=lines,
     )
 
 
 def color(number: int) -> str:
     """Return the CSS classes of the run with this index."""
-    return f"c{number % NUM_COLORS}" + (" dashed" if number // NUM_COLORS % 2 else "")
+    classes = f"c{number % NUM_COLORS}"
+    is_dashed = number // NUM_COLORS % 2 == 1
+    return f"{classes} dashed" if is_dashed else classes
 
 
 class Scale:
     """Map values to coordinates. If all values are equal, they are in the middle."""
 
     def __init__(self, values: Sequence[float], start: float, end: float) -> None:
-        self.low, self.high = min(values, default=0.0), max(values, default=1.0)
+        self.low = min(values, default=0.0)
+        self.high = max(values, default=1.0)
         if self.low == self.high:
             margin = abs(self.low) / 2 or 1.0
-            self.low, self.high = self.low - margin, self.high + margin
-        self._start, self._end = start, end
+            self.low -= margin
+            self.high += margin
+        self._start = start
+        self._end = end
 
     def __call__(self, value: float) -> float:
         # Divided first: a difference of large floats may be infinite.

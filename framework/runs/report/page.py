@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,11 +41,15 @@ from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown
 
 _HERE = Path(__file__).parent
-_FIRST = ("val", "test", "train")  # sections of curves; the others follow by name
-_MAX_ROWS = 200  # of a table in a .csv file
-_MAX_PIXELS = 2**26  # of an image: a browser takes four bytes for each
+# Sections of curves that come first; the others follow by name.
+_FIRST = ("val", "test", "train")
+# Rows of a table in a .csv file.
+_MAX_ROWS = 200
+# Pixels of an image: a browser takes four bytes for each.
+_MAX_PIXELS = 2**26
 _STATUSES = ("finished", "stopped", "failed", "interrupted", "running", "crashed")
-_NUM_SHADES = 20  # .s0 to .s20 in style.css: the policy allows no style attributes
+# The classes .s0 to .s20 in style.css: the policy allows no style attributes.
+_NUM_SHADES = 20
 _PNG_HEADER = struct.Struct(">8sI4sII")
 
 
@@ -53,8 +58,9 @@ def make_page(records: Sequence[RunRecord]) -> str:
     for record in records:
         _check_records(record.run_dir)
     recipes = ", ".join(dict.fromkeys(record.recipe for record in records))
-    name = records[0].run_dir.path.name if len(records) == 1 else format_count(len(records), "run")
-    charts, single = _curves(records)
+    is_single = len(records) == 1
+    name = records[0].run_dir.path.name if is_single else format_count(len(records), "run")
+    charts, logged_once = _curves(records)
     style = (_HERE / "style.css").read_text()
     script = (_HERE / "script.js").read_text()
     environment = Environment(
@@ -71,12 +77,12 @@ def make_page(records: Sequence[RunRecord]) -> str:
         points={"area": _AREA, "colors": curves.NUM_COLORS, "curves": list(charts.values())},
         runs=[_run(number, record) for number, record in enumerate(records)],
         failures=list(_failures(records)),
-        results=_rows({**metrics(records), **single}),
+        results=_rows(metrics(records) | logged_once),
         charts=_figures(charts),
         tables=list(_tables(records)),
         evaluations=list(_evaluations(records)),
         media=list(_media(records)),
-        differences=_differences(records) if len(records) > 1 else [],
+        differences=[] if is_single else _differences(records),
     )
 
 
@@ -92,13 +98,15 @@ _AREA = {
 
 def _policy(*, style: str, script: str) -> str:
     """Return a content security policy under which only this style and this script have an effect."""
-    style_hash, script_hash = (
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)
-    )
     return (
-        f"default-src 'none'; style-src 'sha256-{style_hash}'; script-src 'sha256-{script_hash}'; img-src data:; "
+        f"default-src 'none'; style-src '{_source_hash(style)}'; script-src '{_source_hash(script)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
+
+
+def _source_hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def _finalized(value: Any) -> Any:
@@ -143,18 +151,20 @@ def _label(number: int, record: RunRecord) -> _Label:
 
 
 def _run(number: int, record: RunRecord) -> dict[str, Any]:
+    facts = {"recipe": record.recipe}
+    if record.best is not None:
+        facts["best"] = f"{record.monitor} {format_metric(record.best)}"
+    if record.last is not None:
+        facts["last"] = f"{record.monitor} {format_metric(record.last)}"
     results = record.facts.get("results") or {}
-    facts = {
-        "recipe": record.recipe,
-        "best": "" if record.best is None else f"{record.monitor} {format_metric(record.best)}",
-        "last": "" if record.last is None else f"{record.monitor} {format_metric(record.last)}",
-        "steps": f"{results['steps']:,} ({results['ended_by']})" if "steps" in results else "",
-        "time": format_duration(record.seconds),
-        "started": f"{record.started:%Y-%m-%d %H:%M}",
-        "typed": " ".join(record.overrides),
-        "rerun of": record.facts.get("rerun_of", ""),
-        "resumed": format_count(len(record.facts["earlier"]), "time") if "earlier" in record.facts else "",
-    }
+    if "steps" in results:
+        facts["steps"] = f"{results['steps']:,} ({results['ended_by']})"
+    facts["time"] = format_duration(record.seconds)
+    facts["started"] = f"{record.started:%Y-%m-%d %H:%M}"
+    facts["typed"] = " ".join(record.overrides)
+    facts["rerun of"] = record.facts.get("rerun_of", "")
+    if "earlier" in record.facts:
+        facts["resumed"] = format_count(len(record.facts["earlier"]), "time")
     return {
         **_label(number, record)._asdict(),
         "status": record.status,
@@ -191,7 +201,8 @@ def _command(command: str) -> str:
     """Return the command that a run was started with; earlier versions recorded its passwords."""
     try:
         return shlex.join(masked_arguments(shlex.split(command)))
-    except ValueError:  # a quote that isn't closed
+    except ValueError:
+        # A quote that isn't closed.
         return command
 
 
@@ -212,7 +223,8 @@ def _failure(file: Path, run_dir: RunDir) -> str:
         return f"{file.name} can't be shown: {error}"
     try:
         return render(FailureReport.from_plain(plain))
-    except (TypeError, ValueError, KeyError, AttributeError):  # edited, or of another version
+    except (TypeError, ValueError, KeyError, AttributeError):
+        # Somebody edited it, or it is of another version.
         return json.dumps(plain, indent=2)
 
 
@@ -225,7 +237,9 @@ def _rows(section: Section) -> list[tuple[str, list[str]]]:
 
 def _differences(records: Sequence[RunRecord]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
     sections = compare(records)
-    return [(name.capitalize(), _rows(section)) for name, section in sections.items() if name not in ("run", "metrics")]
+    # These are shown elsewhere on the page.
+    del sections["run"], sections["metrics"]
+    return [(name.capitalize(), _rows(section)) for name, section in sections.items()]
 
 
 # Curves
@@ -234,41 +248,61 @@ def _differences(records: Sequence[RunRecord]) -> list[tuple[str, list[tuple[str
 def _curves(records: Sequence[RunRecord]) -> tuple[dict[str, list[Curve | None]], Section]:
     """Return each metric's curve in each run, and as a table the metrics that were logged only once."""
     curves_of_runs = [_curves_of(record) for record in records]
-    names = sorted({name for found in curves_of_runs for name in found}, key=_order)
-    charts = {name: [thinned(found[name]) if name in found else None for found in curves_of_runs] for name in names}
-    single = {name for name, lines in charts.items() if all(line is None or len(line) < 2 for line in lines)}
-    return (
-        {name: lines for name, lines in charts.items() if name not in single},
-        {name: [line[0][1] if line else None for line in charts[name]] for name in sorted(single)},
-    )
+    names: set[str] = set()
+    names.update(*curves_of_runs)
+
+    charts: dict[str, list[Curve | None]] = {}
+    logged_once: Section = {}
+    for name in sorted(names, key=_order):
+        lines = [of_run.get(name) for of_run in curves_of_runs]
+        if max(len(line or []) for line in lines) < 2:
+            logged_once[name] = [_only_value(line) for line in lines]
+        else:
+            charts[name] = [line and thinned(line) for line in lines]
+    return charts, dict(sorted(logged_once.items()))
+
+
+def _only_value(curve: Curve | None) -> float | None:
+    if not curve:
+        return None
+    _, value = curve[0]
+    return value
 
 
 def _curves_of(record: RunRecord) -> dict[str, Curve]:
-    found: dict[str, Curve] = defaultdict(list)
+    curve_by_name: dict[str, Curve] = defaultdict(list)
     for row in read_rows(record.run_dir):
         for name in metric_names(row):
+            # A bool is no number here.
             if row[name] is None or type(row[name]) in (int, float):
-                found[name].append((row["step"], row[name]))
-    return found
+                curve_by_name[name].append((row["step"], row[name]))
+    return curve_by_name
 
 
 def _order(name: str) -> tuple[int, str]:
     part = name.partition("/")[0]
-    return _FIRST.index(part) if part in _FIRST else len(_FIRST), name
+    if part in _FIRST:
+        return _FIRST.index(part), name
+    return len(_FIRST), name
 
 
 @dataclass(frozen=True)
 class _Figure:
     number: int
     chart: Chart
-    last: list[tuple[str, str]]  # the color and the last value of each run
+    # The color and the last value of each run.
+    last: list[tuple[str, str]]
 
 
 def _figures(charts: Mapping[str, Sequence[Curve | None]]) -> list[tuple[str, list[_Figure]]]:
     """Return the figures by the part of their names before the slash."""
     parts: dict[str, list[_Figure]] = defaultdict(list)
     for number, (name, lines) in enumerate(charts.items()):
-        last = [(color(run), _value(line[-1][1])) for run, line in enumerate(lines) if line]
+        last = []
+        for run, line in enumerate(lines):
+            if line:
+                _, value = line[-1]
+                last.append((color(run), _value(value)))
         parts[name.partition("/")[0]].append(_Figure(number, chart(lines, name=name), last))
     return list(parts.items())
 
@@ -297,7 +331,10 @@ class _Share:
 
 def _tables(records: Sequence[RunRecord]) -> Iterator[tuple[_Label, str, list[_Block]]]:
     """Yield the tables of the last validation and of the test; tables of the same name are neighbours."""
-    for name in dict.fromkeys(name for record in records for name in record.texts):
+    names: dict[str, None] = {}
+    for record in records:
+        names |= dict.fromkeys(record.texts)
+    for name in names:
         for number, record in enumerate(records):
             if name in record.texts:
                 yield _label(number, record), name, _blocks(record.texts[name])
@@ -308,59 +345,80 @@ def _evaluations(records: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
         for place in sorted(record.run_dir.path.glob("eval/*")):
             if not _is_inside(place, record.run_dir):
                 continue
-            found = read_run(place)
-            if found is None:
+            evaluation = read_run(place)
+            if evaluation is None:
                 continue
-            _check_records(found.run_dir)
-            values = {name: format_metric(value) for name, value in found.test_metrics.items()}
-            checkpoint = display_path(Path(found.config["checkpoint"]["path"]))
-            facts = {"checkpoint": checkpoint, "status": found.status, **values}
-            texts = [(name, _blocks(text)) for name, text in found.texts.items()]
-            yield {**_label(number, found)._asdict(), "facts": _pairs(facts), "texts": texts}
+            _check_records(evaluation.run_dir)
+            facts = {
+                "checkpoint": display_path(Path(evaluation.config["checkpoint"]["path"])),
+                "status": evaluation.status,
+            }
+            facts |= {name: format_metric(value) for name, value in evaluation.test_metrics.items()}
+            texts = [(name, _blocks(text)) for name, text in evaluation.texts.items()]
+            yield {**_label(number, evaluation)._asdict(), "facts": _pairs(facts), "texts": texts}
 
 
 def _blocks(text: str) -> list[_Block]:
     """Return the parts of a text: Markdown tables, confusion matrices among them, and the rest as it is."""
     blocks = []
-    lines = text.splitlines()
-    while lines:
-        is_table = lines[0].startswith("|")
-        count = next((at for at, line in enumerate(lines) if line.startswith("|") is not is_table), len(lines))
-        part = lines[:count]
-        lines = lines[count:]
+    for is_table, group in groupby(text.splitlines(), key=lambda line: line.startswith("|")):
+        lines = list(group)
         if is_table:
-            blocks.append(_table(part))
-        elif any(map(str.strip, part)):
-            blocks.append(_Block("text", "\n".join(part)))
+            blocks.append(_table(lines))
+        elif any(map(str.strip, lines)):
+            blocks.append(_Block("text", "\n".join(lines)))
     return blocks
 
 
 def _table(lines: Sequence[str]) -> _Block:
-    rows = [[each.strip() for each in line.strip().strip("|").split("|")] for line in lines]
-    rows = [row for row in rows if set("".join(row)) - set("-: ") or not "".join(row)]
+    rows = []
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not _is_rule("".join(cells)):
+            rows.append(cells)
     if rows and rows[0][0] == "target \\ predicted":
         try:
             return _Block("matrix", _matrix(rows))
-        except ValueError:  # its cells are no numbers
-            pass
+        except ValueError:
+            # Its cells are no numbers: it is shown as any other table.
+            return _Block("table", rows)
     return _Block("table", rows or [[]])
+
+
+def _is_rule(text: str) -> bool:
+    """Return True for the line of Markdown below a table's header."""
+    return bool(text) and set(text) <= set("-: ")
 
 
 def _matrix(rows: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return a confusion matrix, shaded by shares of the row; mistakes relative to the largest share of mistakes."""
-    counts = [[int(each) for each in row[1:]] for row in rows[1:]]
-    shares = [[count / (sum(row) or 1) for count in row] for row in counts]
-    mistakes = [share for r, row in enumerate(shares) for c, share in enumerate(row) if r != c]
-    largest = max(mistakes, default=0) or 1
+    classes = [row[0] for row in rows[1:]]
+    counts = [[int(cell) for cell in row[1:]] for row in rows[1:]]
+    shares = [_shares(row) for row in counts]
+    largest_mistake = 0.0
+    for target, row in enumerate(shares):
+        largest_mistake = max([largest_mistake, *row[:target], *row[target + 1 :]])
+
     body = []
-    for r, row in enumerate(shares):
+    for target, (name, row) in enumerate(zip(classes, shares, strict=True)):
         cells = []
-        for c, share in enumerate(row):
-            shade = share if r == c else share / largest
-            number = min(max(round(shade * _NUM_SHADES), 0), _NUM_SHADES)
-            cells.append(_Share(counts[r][c], f"on s{number}" if r == c else f"s{number}"))
-        body.append((rows[r + 1][0], cells))
+        for predicted, share in enumerate(row):
+            count = counts[target][predicted]
+            if target == predicted:
+                cells.append(_Share(count, f"on s{_shade(share)}"))
+            else:
+                cells.append(_Share(count, f"s{_shade(share / (largest_mistake or 1))}"))
+        body.append((name, cells))
     return {"head": rows[0][1:], "rows": body}
+
+
+def _shares(counts: Sequence[int]) -> list[float]:
+    total = sum(counts) or 1
+    return [count / total for count in counts]
+
+
+def _shade(share: float) -> int:
+    return min(max(round(share * _NUM_SHADES), 0), _NUM_SHADES)
 
 
 # Media
@@ -381,15 +439,17 @@ class _Medium:
 def _media(records: Sequence[RunRecord]) -> Iterator[tuple[_Label, str, list[_Medium]]]:
     """Yield the images and tables by name, several images of one name together."""
     for number, record in enumerate(records):
-        by_name: dict[str, list[_Medium]] = defaultdict(list)
+        media_by_title: dict[str, list[_Medium]] = defaultdict(list)
         for file in sorted(record.run_dir.media.glob("*_*.*")):
             name, _, step = file.stem.rpartition("_")
-            if file.suffix in (".png", ".csv") and step.isdecimal():
-                name = re.sub(r"__\d+$", "", name).replace("__", "/")
-                if name in record.texts:  # a confusion matrix is among the tables already
-                    continue
-                by_name[f"{name}, step {int(step):,}"].append(_medium(file, name, record.run_dir))
-        for title, media in by_name.items():
+            if file.suffix not in (".png", ".csv") or not step.isdecimal():
+                continue
+            name = re.sub(r"__\d+$", "", name).replace("__", "/")
+            # A confusion matrix is among the tables already.
+            if name in record.texts:
+                continue
+            media_by_title[f"{name}, step {int(step):,}"].append(_medium(file, name, record.run_dir))
+        for title, media in media_by_title.items():
             yield _label(number, record), title, media
 
 
