@@ -150,3 +150,10 @@ look at it with: python -m framework resume=outputs/digits/2026
     ]
     assert found[3].placeholders == ["resume=outputs/digits/..."]
     assert found[3].concrete == found[6].concrete == []
+
+
+def test_contributing_names_existing_files() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:framework|conf|docs|tests)/[\w./]*)`", text)
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
