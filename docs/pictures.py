@@ -19,7 +19,8 @@ PICTURES = Path(__file__).resolve().parent / "pictures"
 LEARNING_RATES = ("0.02", "0.1", "0.004")  # the first is the recipe's own
 TAGS = ("train/loss", "val/accuracy", "train/lr")
 
-_WIDTH, _HEIGHT = 1400, 500
+_WIDTH = 1400
+_HEIGHT = 500
 _CHARTS_HEIGHT = 1080
 _REPORT_HEIGHT = 1000
 _PAGE_S = 30.0
@@ -77,12 +78,14 @@ def custom_scalars(address: str, *, browser: str) -> bytes:
 def when_still(page: Page, *, height: int) -> bytes:
     """The page's upper part once it has looked the same for a second: nothing on it says that a chart is drawn."""
     deadline = time.monotonic() + _PAGE_S
-    picture, since = page.screenshot(height=height), time.monotonic()
+    picture = page.screenshot(height=height)
+    since = time.monotonic()
     while time.monotonic() - since < 1.0:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the page still changes after {_PAGE_S} s")
         if (newer := page.screenshot(height=height)) != picture:
-            picture, since = newer, time.monotonic()
+            picture = newer
+            since = time.monotonic()
     return picture
 
 

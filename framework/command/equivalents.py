@@ -22,7 +22,8 @@ def commands(request: Request, topology: Topology, *, own_keys: Sequence[str]) -
 
     own_keys: the sections that only the request's job reads; they are left out.
     """
-    config, procs = request.config, topology.procs_per_node
+    config = request.config
+    procs = topology.procs_per_node
     endpoint = config.topology.rdzv_endpoint or _ENDPOINT
     run = [text for text in request.overrides if not _is_of(text, [*_STARTING_KEYS, *own_keys])]
     launching = []
@@ -53,7 +54,8 @@ def environment(config: Config, topology: Topology) -> dict[str, dict[str, str]]
     """
     if launcher_class(config.launcher).runs_in_command:
         return {"common": {}, "first_rank": {}, "last_rank": {}}
-    host, port = LOOPBACK, "(a free port)"
+    host = LOOPBACK
+    port = "(a free port)"
     if topology.nnodes > 1:
         host, _, port = (config.topology.rdzv_endpoint or _ENDPOINT).rpartition(":")
     first, last = (

@@ -62,7 +62,9 @@ def _typed_mistakes(overrides: Sequence[Override], loader: Any, *, is_sweep: boo
     right: list[str] = []  # choices to compose, so that the keys are known
     keys: list[Override] = []
     for each in overrides:
-        text, group, is_swept = str(each.input_line), each.key_or_group, each.is_sweep_override()
+        text = str(each.input_line)
+        group = each.key_or_group
+        is_swept = each.is_sweep_override()
         if is_swept and not is_sweep:
             yield f"{text}: several values start several runs, which needs -m. Give one value or a list, or add -m."
         if group.startswith("hydra") or (each.is_delete() and group in groups):
@@ -91,7 +93,9 @@ def _options(override: Override) -> list[str]:
 
 
 def _key_mistakes(override: Override, raw: Mapping[str, Any], *, groups: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    key, text, there = override.key_or_group, str(override.input_line), dict(walk(raw))
+    key = override.key_or_group
+    text = str(override.input_line)
+    there = dict(walk(raw))
     section, _, below = key.partition(".")
     part, is_below_part, _ = below.partition(".")
     if key in there or override.is_add() or override.is_force_add():
@@ -114,7 +118,8 @@ def _shortened(error: BaseException) -> str:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1} is not valid YAML: {error.problem}."
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        name, options = error.missing_cfg_file, error.options
+        name = error.missing_cfg_file
+        options = error.options
         hint = did_you_mean(nearest(name.rpartition("/")[2], options))
         return f"There is no {name}.yaml, which a file refers to.{hint}\n    Options: {', '.join(options)}"
     if isinstance(error, OmegaConfBaseException):

@@ -54,7 +54,8 @@ def rounds(rank: int, num_ranks: int) -> Iterator[Swap | None]:
     At the end each inner rank holds the part of its own number. Gathering has the same rounds in reverse.
     """
     inner = inner_ranks(num_ranks)
-    everything, nothing = (0, inner), (0, 0)
+    everything = (0, inner)
+    nothing = (0, 0)
     if inner < num_ranks:
         if rank >= inner:
             yield Swap(rank - inner, sent=everything, kept=nothing)
@@ -67,7 +68,8 @@ def rounds(rank: int, num_ranks: int) -> Iterator[Swap | None]:
             yield None
         else:
             first = rank & ~(2 * distance - 1)
-            lower, upper = (first, first + distance), (first + distance, first + 2 * distance)
+            lower = (first, first + distance)
+            upper = (first + distance, first + 2 * distance)
             kept, sent = (upper, lower) if rank & distance else (lower, upper)
             yield Swap(rank ^ distance, sent, kept)
         distance //= 2
@@ -88,7 +90,8 @@ def butterfly_all_reduce_mean(tensor: Tensor, *, group: dist.ProcessGroup | None
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     # Gloo sends only from the CPU, although it reduces on GPUs.
     flat = (values.cpu() if dist.get_backend(group) == dist.Backend.GLOO else values).contiguous().view(-1)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     inner = inner_ranks(world_size)
 
     def parts(ends: tuple[int, int]) -> Tensor:

@@ -43,7 +43,9 @@ def seed_generators(seed: int) -> None:
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Restore the generators that `seed_generators` seeds afterwards."""
-    python, pytorch, of_numpy = random.getstate(), torch.get_rng_state(), numpy.random.get_state()
+    python = random.getstate()
+    pytorch = torch.get_rng_state()
+    of_numpy = numpy.random.get_state()
     try:
         yield
     finally:
@@ -81,7 +83,8 @@ def restore_generator_states(states: dict[str, Any], *, devices: Sequence[torch.
     CPU. Raises CheckpointError for states of another version of Python or NumPy.
     """
     try:
-        python, of_numpy = states["python"], states["numpy"]
+        python = states["python"]
+        of_numpy = states["numpy"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         torch.set_rng_state(states["cpu"].cpu())
         words = of_numpy["words"].cpu().numpy().astype("uint32")

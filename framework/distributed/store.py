@@ -96,7 +96,8 @@ class RunStore:
     def wait_for(self, key: str, *, timeout_s: float) -> Any:
         """Return the value once there is one. Raises TimeoutError."""
         # `wait` of torch's stores prints a warning at each time-out, and doesn't react to Ctrl-C.
-        deadline, pause_s = time.monotonic() + timeout_s, _POLL_S
+        deadline = time.monotonic() + timeout_s
+        pause_s = _POLL_S
         while (value := self.get(key)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError
@@ -136,7 +137,8 @@ def connect(host: str, port: int, *, timeout_s: float) -> Store:
 
 def open_run_store(attempt: int) -> RunStore:
     """Connect to the store at MASTER_ADDR:MASTER_PORT."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     return RunStore(connect(address, port, timeout_s=STORE_TIMEOUT_S), attempt=attempt)
 
 

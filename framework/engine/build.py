@@ -179,7 +179,8 @@ def build_one_optimizer(
     If neither `fused` nor `foreach` is chosen, it is fused if that is faster. On a CPU, `foreach=False` saves the check
     that torch's optimizers otherwise make in every step: 2 % of a toy step.
     """
-    node, key = config.node, config.key
+    node = config.node
+    key = config.key
     options = dict(zip(config.labels, ({}, *(group.options for group in config.groups)), strict=True))
     together = [parameter for own in groups.values() for parameter in own]
     given: list[Any] = together
@@ -216,9 +217,11 @@ def build_schedule(
         return build_scheduler(settings, optimizer, length(""))
     schedules = {}
     for config in configs:
-        key, own = "scheduler.schedule", settings
+        key = "scheduler.schedule"
+        own = settings
         if config.schedule is not ...:
-            key, own = f"{config.key}.schedule", replace(settings, schedule=config.schedule)
+            key = f"{config.key}.schedule"
+            own = replace(settings, schedule=config.schedule)
         schedules[config.name] = build_scheduler(own, optimizer.named[config.name], length(config.name), key=key)
     return Schedules(schedules)
 
@@ -259,7 +262,8 @@ def build_scheduler(
         return Schedule(None, settings)
     own = scheduler if isinstance(scheduler, LRSchedulerConfig) else None
     if own is not None:
-        scheduler, settings = own.scheduler, replace(settings, interval=own.interval, monitor=own.monitor)
+        scheduler = own.scheduler
+        settings = replace(settings, interval=own.interval, monitor=own.monitor)
     if not isinstance(scheduler, LRScheduler):
         raise _wrong_result(key, node, scheduler, expected="a torch.optim.lr_scheduler.LRScheduler")
     known = total_steps if own is None else None  # one with its own interval counts other steps

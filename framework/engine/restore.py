@@ -134,7 +134,8 @@ def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
     trainer.load_state_dict(training)
     _change_optimizer(setup.config, saved, trainer.state)
     logger.info("resuming from %s", source)
-    batch, before = setup.plan.global_batch_size, training.get("global_batch_size", setup.plan.global_batch_size)
+    batch = setup.plan.global_batch_size
+    before = training.get("global_batch_size", setup.plan.global_batch_size)
     if batch != before:
         text = f"A global batch has {batch} samples now, and had {before}: keep it with data.global_batch_size={before}"
         if setup.context.is_main:
@@ -196,7 +197,8 @@ def _change_optimizer(config: Config, saved: dict[str, Any], state: TrainState) 
         changes: dict[int, dict[str, Change]] = {}
         for number, group in enumerate(optimizer.param_groups):
             label = group.get("name", now.name)
-            settings, before = now.settings(label), then.settings(label)
+            settings = now.settings(label)
+            before = then.settings(label)
             for name in {**before, **settings}:
                 default = defaults[name].default if name in defaults else inspect.Parameter.empty
                 change = Change(before.get(name, default), settings.get(name, default))

@@ -26,7 +26,8 @@ class DeviceUsage:
     """Reads peak memory and utilization, at most once a second. Doesn't wait for the devices."""
 
     def __init__(self, context: Context) -> None:
-        self._rank, self._world_size = context.rank, context.world_size
+        self._rank = context.rank
+        self._world_size = context.world_size
         self._devices = [device for device in dict.fromkeys(context.devices) if device.type != "cpu"]
         self._memory_gb = 0.0
         self._next_s = 0.0

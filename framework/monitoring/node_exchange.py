@@ -81,7 +81,8 @@ class NodeExchange:
         return report
 
     def _exchange(self) -> None:
-        node, own = self._monitor.node, max_progress(self._monitor.states())
+        node = self._monitor.node
+        own = max_progress(self._monitor.states())
         for other in range(1, self._nnodes) if node == 0 else [0]:
             self._hear(other)
         self._counter += 1

@@ -22,7 +22,8 @@ from typing import NamedTuple, final
 KINDS = ("data", "compute", "callbacks")
 SLOW_SHARE = 0.1  # of a step
 STRETCH_S = 0.5
-LAST_STRETCHES, OF_THEM = 5, 4
+LAST_STRETCHES = 5
+OF_THEM = 4
 CURVES_OF_RANKS = 8
 """Up to this many ranks get a curve each."""
 _ALL = "all kinds"
@@ -88,7 +89,8 @@ class SlowRanks:
 
     def start(self, places: Sequence[str], *, step: int) -> None:
         """Set host and devices of each rank, and the steps done before."""
-        self._places, self._from_step = list(places), step
+        self._places = list(places)
+        self._from_step = step
 
     def row(self, own: Spent) -> list[float]:
         """Return this rank's times at its place in a vector for all ranks, to be summed over ranks for `note`."""
@@ -117,7 +119,8 @@ class SlowRanks:
         self._stretch = [Spent(*map(sum, zip(*pair, strict=True))) for pair in zip(self._stretch, table, strict=True)]
         if median(each.step for each in self._stretch) >= STRETCH_S:
             self._judge(step)
-            self._stretch, self._from_step = [Spent()] * len(table), step
+            self._stretch = [Spent()] * len(table)
+            self._from_step = step
         return values | _skew(table)
 
     def found(self) -> list[SlowRank]:
@@ -181,7 +184,8 @@ def excesses(table: Sequence[Spent], kind: str) -> list[float]:
 
 def _median_of_others(in_order: Sequence[float], mine: float) -> float:
     """Return the median of the others' times without sorting them again for each of thousands of ranks."""
-    place, count = bisect_left(in_order, mine), len(in_order) - 1
+    place = bisect_left(in_order, mine)
+    count = len(in_order) - 1
     middle = ((count - 1) // 2, count // 2)
     return sum(in_order[index + (index >= place)] for index in middle) / 2
 

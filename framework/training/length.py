@@ -25,7 +25,8 @@ def steps_per_epoch(settings: TrainerConfig, plan: BatchPlan, *, size: int | Non
 
     `limit_train_batches` counts each process's batches. A stream (`size` is None) has at most as many.
     """
-    limit, accumulated = settings.limit_train_batches, settings.accumulate_grad_batches
+    limit = settings.limit_train_batches
+    accumulated = settings.accumulate_grad_batches
     if size is None:
         return None if limit is None else math.ceil(int(limit) / accumulated)
     steps = count_windows(size, global_batch_size=plan.global_batch_size, drop_last=plan.drop_last)

@@ -125,14 +125,16 @@ class Meter:
         Every rank must call it; it waits for the device. A name without samples on any rank is left out.
         Raises RunError if this rank has names that the others don't.
         """
-        names, device = self._agree(context), context.device
+        names = self._agree(context)
+        device = context.device
         sums = [self._series.get(name, Series()) for name in names]
         series = [*sums, *(self._counts.get(name, Series()) for name in names)]
         tail = torch.tensor([*(float(each.count) for each in sums), *extra], dtype=_sum_dtype(device), device=device)
         flat = torch.cat([*(each.total(device) for each in series), tail])
         numbers = sum_over_ranks(flat, context).tolist()
         n = len(names)
-        totals, counts = numbers[:n], map(operator.add, numbers[n : 2 * n], numbers[2 * n : 3 * n])
+        totals = numbers[:n]
+        counts = map(operator.add, numbers[n : 2 * n], numbers[2 * n : 3 * n])
         means = {name: total / count for name, total, count in zip(names, totals, counts, strict=True) if count}
         return means, numbers[3 * n :]
 

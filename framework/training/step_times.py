@@ -21,7 +21,9 @@ import torch
 from framework.monitoring.rank_status import RankPhase, RankStatus
 from framework.monitoring.slow_ranks import Spent
 
-_WAITING, _OUTSIDE = len(RankPhase), len(RankPhase) + 1  # beside the phases
+# Kinds of time beside the phases.
+_WAITING = len(RankPhase)
+_OUTSIDE = len(RankPhase) + 1
 _COMPUTE = (RankPhase.FORWARD, RankPhase.BACKWARD, RankPhase.OPTIMIZER)
 _COUNTED = (RankPhase.DATA, *_COMPUTE, RankPhase.LOGGING, _WAITING)
 SHARES = {
@@ -143,7 +145,8 @@ class StepTimer:
         total = spent.step if is_complete and spent.step else math.inf
         self.shares = [seconds[phase] / total for phase in SHARES.values()]
         self._is_complete = True
-        self._steps, self._sums = 0, list(_NOTHING)
+        self._steps = 0
+        self._sums = list(_NOTHING)
         return spent if is_complete else Spent()
 
     def _stamp(self, kind: int) -> None:
@@ -152,7 +155,9 @@ class StepTimer:
             self._stamps.append(self._clock.now())
 
     def _add_up(self) -> None:
-        kinds, stamps, end_of_step = self._kinds, self._stamps, RankPhase.LOGGING
+        kinds = self._kinds
+        stamps = self._stamps
+        end_of_step = RankPhase.LOGGING
         if self._clock.is_sampled:  # the last step may be incomplete
             while len(kinds) > 1 and kinds[-2] is not end_of_step:
                 del kinds[-1], stamps[-1]
@@ -161,7 +166,8 @@ class StepTimer:
         if self._skips_step:
             self._skips_step = end_of_step not in done
             begin = len(done) if self._skips_step else done.index(end_of_step) + 1
-            done, spans = done[begin:], spans[begin:]
+            done = done[begin:]
+            spans = spans[begin:]
         for kind, span in zip(done, spans, strict=True):
             self._sums[kind] += span
         self._steps += done.count(end_of_step)
@@ -181,7 +187,8 @@ class Throughput:
         """Return the samples per second since the last reading."""
         now = time.perf_counter()
         rate = self.samples / max(now - self.since, 1e-9)
-        self.samples, self.since = 0, now
+        self.samples = 0
+        self.since = now
         return rate
 
     def leave_out(self, *, since: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.source import Module, cycles, imported_modules, modules_in
 
 # Folders that hold to the rules; the others are still being unpacked.
-FOLDERS = ("tests",)
+FOLDERS = ("tests", "recipes", "examples", "benchmarks", "docs")
 
 
 def is_packed(node: ast.AST) -> bool:
