@@ -6,6 +6,7 @@ N nodes with L processes each make a world size W = N·L. Of the G GPUs used per
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from framework.config.schema import TopologyConfig
@@ -14,16 +15,15 @@ from framework.errors import TopologyError
 
 @dataclass(frozen=True)
 class Topology:
-    """The processes and GPUs of a run.
-
-    span: GPUs per process; with `gpus_per_node` 0, the CPU counted that many times.
-    own_view: a process sees only its own GPUs, as under `srun --gpus-per-task`.
-    """
+    """The processes and GPUs of a run."""
 
     nnodes: int
     procs_per_node: int
+    # 0: the run uses the CPU.
     gpus_per_node: int
+    # GPUs per process; on the CPU, how many times a process counts it.
     span: int
+    # A process sees only its own GPUs, as under `srun --gpus-per-task`.
     own_view: bool = False
 
     @property
@@ -38,12 +38,16 @@ class Topology:
     @property
     def procs_per_gpu(self) -> int:
         """The most processes that use the same GPU; 1 on the CPU."""
-        return -(-self.procs_per_node * self.span // self.gpus_per_node) if self.gpus_per_node else 1
+        if self.gpus_per_node == 0:
+            return 1
+        return math.ceil(self.procs_per_node * self.span / self.gpus_per_node)
 
     @property
     def gpus_in_view(self) -> int:
         """Number of GPUs that each process must see."""
-        return min(self.span, self.gpus_per_node) if self.own_view else self.gpus_per_node
+        if self.own_view:
+            return min(self.span, self.gpus_per_node)
+        return self.gpus_per_node
 
     def rank_of(self, node: int, local_rank: int) -> int:
         """Return the rank; ranks are numbered node by node."""
@@ -69,25 +73,30 @@ def resolve_topology(settings: TopologyConfig, *, gpus: int) -> Topology:
 
     Raises TopologyError if processes and GPUs don't fit, or a process has fewer GPUs than the model needs.
     """
-    procs, span, least = settings.procs_per_node, settings.gpus_per_process, settings.min_gpus_per_process
+    procs = settings.procs_per_node
+    span = settings.gpus_per_process
+    least = settings.min_gpus_per_process
     if span is not None and span < least:
         raise TopologyError(
             f"topology.gpus_per_process={span} is less than the model needs: topology.min_gpus_per_process={least}."
         )
     if gpus == 0:
-        procs, span = procs or 1, span or least
+        procs = procs or 1
+        span = span or least
     elif settings.share_gpus:
         if span is None:
             raise TopologyError(
                 f"topology.share_gpus=true needs topology.gpus_per_process: say how many of the {gpus} GPUs each "
                 "process uses, topology.gpus_per_process=1 for instance."
             )
-        procs = procs or -(-gpus // span)  # each GPU is used once
-        if procs * span < gpus:
+        # With fewer processes, some GPUs would be idle.
+        fewest_procs = math.ceil(gpus / span)
+        procs = procs or fewest_procs
+        if procs < fewest_procs:
             raise TopologyError(
                 f"topology.procs_per_node={procs} times topology.gpus_per_process={span} uses {procs * span} of "
                 f"trainer.gpus={gpus} GPUs, so there is nothing to share.\n"
-                f"Use trainer.gpus={procs * span}, or topology.procs_per_node={-(-gpus // span)} or more."
+                f"Use trainer.gpus={procs * span}, or topology.procs_per_node={fewest_procs} or more."
             )
     else:
         if procs is None:
@@ -102,21 +111,36 @@ def resolve_topology(settings: TopologyConfig, *, gpus: int) -> Topology:
 
 def _misfit(settings: TopologyConfig, *, gpus: int) -> str:
     """Say what doesn't fit, and which number of GPUs, processes or GPUs per process would."""
-    procs, span, least = settings.procs_per_node, settings.gpus_per_process, settings.min_gpus_per_process
-    given = {"procs_per_node": procs, "gpus_per_process": span}
-    if span is None and (procs is None or least > 1):
-        given["min_gpus_per_process"] = least
-    shown = " and ".join(f"topology.{name}={value}" for name, value in given.items() if value is not None)
+    procs = settings.procs_per_node
+    span = settings.gpus_per_process
+    least = settings.min_gpus_per_process
+
+    shown = []
+    if procs is not None:
+        shown.append(f"topology.procs_per_node={procs}")
+    if span is not None:
+        shown.append(f"topology.gpus_per_process={span}")
+    elif procs is None or least > 1:
+        shown.append(f"topology.min_gpus_per_process={least}")
+
+    # The number of GPUs that would fit: with any number of processes, a multiple of what one needs.
     needed = (procs or 1) * (span or least)
+    fitting_gpus = needed
+    if procs is None:
+        fitting_gpus = max(gpus // needed, 1) * needed
+    ways = [f"trainer.gpus={fitting_gpus}"]
+
+    # The numbers of GPUs per process that divide what is there.
     spans = [number for number in range(least, gpus + 1) if gpus % number == 0]
-    ways = [f"trainer.gpus={needed if procs else max(gpus // needed, 1) * needed}"]
     if procs is not None and span is not None:
         ways.append("leave one of the two out (auto)")
     elif spans and span is not None:
-        ways.append(f"topology.gpus_per_process={' or '.join(map(str, spans))}")
+        numbers = " or ".join(str(number) for number in spans)
+        ways.append(f"topology.gpus_per_process={numbers}")
     elif spans:
-        ways.append(f"topology.procs_per_node={' or '.join(str(gpus // number) for number in spans)}")
+        numbers = " or ".join(str(gpus // number) for number in spans)
+        ways.append(f"topology.procs_per_node={numbers}")
     if needed > gpus:
         ways.append(f"share GPUs: topology.share_gpus=true topology.gpus_per_process={span or least}")
         ways.append("the CPU: trainer.gpus=0")
-    return f"trainer.gpus={gpus} can't be split into processes with {shown}.\nUse {', or '.join(ways)}."
+    return f"trainer.gpus={gpus} can't be split into processes with {' and '.join(shown)}.\nUse {', or '.join(ways)}."
