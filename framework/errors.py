@@ -11,17 +11,17 @@ import traceback
 
 EXIT_RUN_FAILED = 1
 EXIT_WRONG_REQUEST = 2
-EXIT_STOPPED = 75  # on request, with a checkpoint to resume from: EX_TEMPFAIL of sysexits.h
+# Stopped on request, with a checkpoint to resume from: EX_TEMPFAIL of sysexits.h.
+EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
 
 
 class FrameworkError(Exception):
-    """Base of every error that the framework raises on purpose.
+    """Base of every error that the framework raises on purpose."""
 
-    exit_status: of the command. is_final: a restart would fail with the same error, so there is none.
-    """
-
+    # Of the command.
     exit_status = EXIT_RUN_FAILED
+    # A restart would fail with the same error, so there is none.
     is_final = False
 
 
@@ -72,16 +72,18 @@ class LaunchError(RunError):
 
 def describe_error(error: BaseException, *, lines: int = 1) -> str:
     """Return its class and the first `lines` non-empty lines of its text."""
+    name = type(error).__name__
     text = [line for line in str(error).splitlines() if line.strip()]
-    return "\n".join([": ".join([type(error).__name__, *text[:1]]), *text[1:lines]])
+    if not text:
+        return name
+    return "\n".join([f"{name}: {text[0]}", *text[1:lines]])
 
 
 def raised_at(error: BaseException) -> str:
     """Return the line that raised it, the last one outside of torch: the one to change."""
-    stack = traceback.StackSummary.extract(
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not str(frame.f_globals.get("__name__")).startswith("torch.")
-    )
-    frame = stack[-1]
-    return f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}"
+    frames = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if not str(frame.f_globals.get("__name__")).startswith("torch."):
+            frames.append((frame, line))
+    last = traceback.StackSummary.extract(frames)[-1]
+    return f"  {last.filename}, line {last.lineno}, in {last.name}: {last.line}"

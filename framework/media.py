@@ -79,7 +79,8 @@ class Table:
 
 def _plain_cell(value: Any) -> str | float | None:
     if getattr(value, "shape", None) == ():
-        value = value.item()  # a scalar of torch or NumPy
+        # A scalar of torch or NumPy.
+        value = value.item()
     if value is None or isinstance(value, (str, int, float)):
         return value
     return str(value)

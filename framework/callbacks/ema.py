@@ -11,27 +11,29 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from framework.callbacks.weight_average import WeightAverage
 from framework.errors import ConfigError
-from framework.types import FitInfo, StepInfo
+from framework.types import Callback, FitInfo, StepInfo
 
 
 @final
 @dataclass(eq=False)
-class EMAWeightAveraging:
+class EMAWeightAveraging(Callback):
     """Keep average = decay · average + (1 - decay) · weights, starting from the weights, as Lightning's callback does.
 
-    Updated after step s if (s - 1) is a multiple of `update_every_n_steps` and at least `update_starting_at_step`.
-    use_buffers: average the buffers (BatchNorm's statistics) too; without it the model's own are used. Every rank keeps
-    one copy of the model, in float32 or wider, on the model's devices. Before the first update the model is evaluated
-    and saved as it is.
+    Every rank keeps one copy of the model, in float32 or wider, on the model's devices. Before the first update the
+    model is evaluated and saved as it is.
     """
 
+    # The field that says if buffers are averaged, for the checks that a strategy makes.
     averages_buffers_by: ClassVar = "use_buffers"
     # The ranks' buffers differ until they are evaluated.
     state_is_rank_zero: ClassVar = True
 
     decay: float = 0.999
+    # Update the average after step s if (s - 1) is a multiple of this.
     update_every_n_steps: int = 1
+    # Update the average after step s only if (s - 1) is at least this.
     update_starting_at_step: int | None = None
+    # Average the buffers (BatchNorm's statistics) too; otherwise the model's own are used.
     use_buffers: bool = True
 
     def __post_init__(self) -> None:
@@ -39,7 +41,8 @@ class EMAWeightAveraging:
             raise ConfigError(f"EMAWeightAveraging: decay={self.decay} is not between 0 and 1.")
         if self.update_every_n_steps < 1:
             raise ConfigError(f"EMAWeightAveraging: update_every_n_steps={self.update_every_n_steps} is below 1.")
-        self._loaded: dict[str, Any] | None = None  # until there is a copy of the model to load it into
+        # The state of a checkpoint, until there is a copy of the model to load it into.
+        self._loaded: dict[str, Any] | None = None
         self._average: WeightAverage
 
     def on_fit_start(self, info: FitInfo) -> None:
@@ -49,11 +52,11 @@ class EMAWeightAveraging:
             self._average.load_state_dict(self._loaded)
         self._loaded = None
 
-    def on_train_step_end(self, report: StepInfo) -> None:
-        index = report.step - 1
-        if index < (self.update_starting_at_step or 0) or index % self.update_every_n_steps:
-            return
-        self._average.update()
+    def on_train_step_end(self, info: StepInfo) -> None:
+        index = info.step - 1
+        has_started = index >= (self.update_starting_at_step or 0)
+        if has_started and index % self.update_every_n_steps == 0:
+            self._average.update()
 
     def evaluation_weights(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which `model` holds the average."""

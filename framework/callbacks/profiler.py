@@ -10,20 +10,24 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 
 from framework.distributed.context import Context
 from framework.system.run_dir import RunDir
-from framework.types import FitInfo, StepInfo
+from framework.types import Callback, FitInfo, StepInfo
 
 _log = logging.getLogger("framework")
 
 
 @final
-class TorchProfiler:
+class TorchProfiler(Callback):
     """torch.profiler over `active` optimizer steps; each rank writes `profile/rank_N.….pt.trace.json`.
 
     Chrome (chrome://tracing), Perfetto and TensorBoard's profiler plugin open it.
 
-    wait: steps to skip first: those that allocate and compile. warmup: steps with the profiler on whose record is
-    dropped, since the first ones cost more. record_shapes, profile_memory, with_stack: torch's, each costs time.
     Training that ends earlier keeps what was recorded until then, even if it failed.
+
+    Args:
+        wait: Steps to skip first: those that allocate and compile.
+        warmup: Steps with the profiler on whose record is dropped, since the first ones cost more.
+        active: Steps to record.
+        record_shapes, profile_memory, with_stack: As for torch.profiler; each costs time.
     """
 
     def __init__(
@@ -63,10 +67,10 @@ class TorchProfiler:
         self._profile.start()
         self._is_on = True
 
-    def on_train_step_end(self, report: StepInfo) -> None:
+    def on_train_step_end(self, info: StepInfo) -> None:
         if self._is_on:
             self._profile.step()
-            if report.step == self._last_step:
+            if info.step == self._last_step:
                 self.close()
 
     def on_fit_end(self) -> None:
@@ -79,7 +83,8 @@ class TorchProfiler:
         self._is_on = False
         try:
             self._profile.stop()
-        except (OSError, RuntimeError) as error:  # RuntimeError: of torch's handler. It must not hide the failure.
+        except (OSError, RuntimeError) as error:
+            # Torch's handler raises RuntimeError. Raising here would hide the failure that ends the run.
             _log.warning("TorchProfiler can't write what it recorded: %s", error)
         else:
             if not self._has_written:
@@ -87,6 +92,7 @@ class TorchProfiler:
 
     def _write(self, recorded: profile) -> None:
         self._write_trace(recorded)
-        self._has_written = True  # the folder may also hold traces from before a resume
+        # Noted here, since the folder may also hold traces from before a resume.
+        self._has_written = True
         if self._context.is_main:
             print(f"Traces of the profiler are in {self._folder}", flush=True)

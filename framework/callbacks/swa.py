@@ -13,13 +13,13 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from framework.callbacks.weight_average import WeightAverage
 from framework.errors import ConfigError
-from framework.types import FitInfo, StepInfo
+from framework.types import Callback, FitInfo, StepInfo
 
 _STRATEGIES = ("cos", "linear")
 
 
 @final
-class StochasticWeightAveraging:
+class StochasticWeightAveraging(Callback):
     """Average the weights after each epoch from `swa_epoch_start` on, all with equal weight (`torch.optim.swa_utils`).
 
     The average is evaluated and saved in place of the weights. After each update its BatchNorm statistics are
@@ -67,10 +67,14 @@ class StochasticWeightAveraging:
         self._swa_epoch_start = swa_epoch_start
         self._annealing_epochs = annealing_epochs
         self._annealing_strategy = annealing_strategy
-        self._start_epoch = 0  # the first one whose weights are averaged
-        self._epoch = 0  # of the next step
-        self._start_lrs: list[float] | None = None  # of each group, before the first step of that epoch
-        self._loaded: dict[str, Any] | None = None  # until there is a copy of the model to load it into
+        # The first epoch whose weights are averaged.
+        self._start_epoch = 0
+        # The epoch of the next step.
+        self._epoch = 0
+        # The learning rate of each group before the first step of `_start_epoch`; None until then.
+        self._start_lrs: list[float] | None = None
+        # The state of a checkpoint, until there is a copy of the model to load it into.
+        self._loaded: dict[str, Any] | None = None
         self._average: WeightAverage
 
     def on_fit_start(self, info: FitInfo) -> None:
@@ -79,12 +83,14 @@ class StochasticWeightAveraging:
         update_averages: Any = get_swa_multi_avg_fn()
         # Buffers are averaged as well; BatchNorm's statistics are computed after each update.
         self._average = WeightAverage(info.model, update_averages=update_averages, use_buffers=True)
+
         groups = len(info.optimizer.param_groups)
         if len(self._swa_lrs) not in (0, 1, groups):
             raise ConfigError(
                 f"StochasticWeightAveraging: swa_lrs has {len(self._swa_lrs)} rates, and the optimizer has {groups} "
                 "parameter groups. Give one rate, or one for each group."
             )
+
         if self._loaded is not None:
             self._average.load_state_dict(self._loaded)
             self._epoch = self._loaded["epoch"]
@@ -101,18 +107,21 @@ class StochasticWeightAveraging:
         groups = self._info.optimizer.param_groups
         if self._start_lrs is None:
             self._start_lrs = [float(group["lr"]) for group in groups]
+
+        # How far the rate has moved from what it was to `swa_lrs`.
         share = 1.0
         if self._annealing_epochs:
             share = min(1.0, (self._epoch - self._start_epoch) / self._annealing_epochs)
         if self._annealing_strategy == "cos":
             share = (1 - math.cos(math.pi * share)) / 2
+
         swa_lrs = self._swa_lrs if len(self._swa_lrs) > 1 else self._swa_lrs * len(groups)
         for group, swa_lr, start_lr in zip(groups, swa_lrs, self._start_lrs, strict=True):
             group["lr"] = swa_lr * share + start_lr * (1 - share)
 
-    def on_train_step_end(self, report: StepInfo) -> None:
-        self._epoch = report.epoch + int(report.epoch_end)
-        if report.epoch_end and report.epoch >= self._start_epoch:
+    def on_train_step_end(self, info: StepInfo) -> None:
+        self._epoch = info.epoch + 1 if info.epoch_end else info.epoch
+        if info.epoch_end and info.epoch >= self._start_epoch:
             self._average.update()
             self._average.set_buffers(self._info.batchnorm_statistics())
 
@@ -137,6 +146,7 @@ class StochasticWeightAveraging:
         epochs = info.max_epochs
         if epochs is None and info.total_steps is not None and info.steps_per_epoch is not None:
             epochs = info.total_steps // info.steps_per_epoch
+
         start = self._swa_epoch_start
         if isinstance(start, float):
             if epochs is None:
@@ -145,6 +155,7 @@ class StochasticWeightAveraging:
                     "known. Set trainer.max_epochs, or give an epoch."
                 )
             start = int(start * epochs)
+
         if epochs is not None and start >= epochs:
             raise ConfigError(
                 f"StochasticWeightAveraging: swa_epoch_start={self._swa_epoch_start} never comes: training has "

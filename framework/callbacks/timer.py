@@ -7,11 +7,11 @@ from time import monotonic
 from typing import Any, final
 
 from framework.errors import ConfigError
-from framework.types import FitInfo, StepInfo, Stop
+from framework.types import Callback, FitInfo, StepInfo, Stop
 
 
 @final
-class Timer:
+class Timer(Callback):
     """Stop after the first step that ends `duration` seconds or more after the start, as Lightning's Timer.
 
     Time used before a resume counts too: it is in the checkpoint.
@@ -30,11 +30,11 @@ class Timer:
     def on_fit_start(self, info: FitInfo) -> None:
         self._started_s = monotonic()
 
-    def on_train_step_end(self, report: StepInfo) -> Stop | None:
+    def on_train_step_end(self, info: StepInfo) -> Stop | None:
         if self._used_s() < self._duration_s:
             return None
         duration = timedelta(seconds=self._duration_s)
-        return Stop(f"Timer: the {duration} for training are used up at step {report.step}.")
+        return Stop(f"Timer: the {duration} for training are used up at step {info.step}.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"used_s": self._used_s()}
@@ -43,4 +43,6 @@ class Timer:
         self._used_before_s = state["used_s"]
 
     def _used_s(self) -> float:
-        return self._used_before_s + (0.0 if self._started_s is None else monotonic() - self._started_s)
+        if self._started_s is None:
+            return self._used_before_s
+        return self._used_before_s + monotonic() - self._started_s

@@ -8,11 +8,11 @@ from torch import nn
 
 from framework.errors import ConfigError
 from framework.strategies.parameters import chosen
-from framework.types import EpochInfo, FitInfo, StepInfo
+from framework.types import Callback, EpochInfo, FitInfo, StepInfo
 
 
 @final
-class Unfreeze:
+class Unfreeze(Callback):
     """Train the parameters that match `params`, frozen by `model.freeze`, from an epoch or a step on.
 
     Their optimizer state begins then; the optimizer and group that `optimizer` gives them have been theirs all along.
@@ -26,18 +26,20 @@ class Unfreeze:
     def __init__(self, params: Any, at_epoch: int | None = None, at_step: int | None = None) -> None:
         if (at_epoch is None) is (at_step is None):
             raise ConfigError(f"Unfreeze: at_epoch={at_epoch} and at_step={at_step}. Give one of them.")
-        self._params, self._at_epoch, self._at_step = params, at_epoch, at_step
+        self._params = params
+        self._at_epoch = at_epoch
+        self._at_step = at_step
         self._parameters: list[nn.Parameter] = []
 
     def on_fit_start(self, info: FitInfo) -> None:
         self._parameters = chosen(info.model, self._params, key="Unfreeze: params")
 
-    def on_train_epoch_start(self, report: EpochInfo) -> None:
-        if report.epoch == self._at_epoch:
+    def on_train_epoch_start(self, info: EpochInfo) -> None:
+        if info.epoch == self._at_epoch:
             self._unfreeze()
 
-    def on_train_step_end(self, report: StepInfo) -> None:
-        if report.step == self._at_step:
+    def on_train_step_end(self, info: StepInfo) -> None:
+        if info.step == self._at_step:
             self._unfreeze()
 
     def _unfreeze(self) -> None:

@@ -22,10 +22,11 @@ class WeightAverage:
     Averages are float32, or wider if the weights are: in bfloat16 an average would never move, since the change of one
     step is lost in rounding. Before the first update the model is evaluated as it is.
 
+    It isn't torch's `AveragedModel`, whose `update_parameters` copies a count to the GPU, and waits for that, in every
+    step.
+
     use_buffers: average floating-point buffers too (BatchNorm's statistics); False: use the model's own buffers.
     """
-
-    # Not `AveragedModel`: its `update_parameters` copies a count to the GPU, and waits for that, in every step.
 
     def __init__(self, model: nn.Module, *, update_averages: UpdateAverages, use_buffers: bool) -> None:
         self.num_averaged = 0
@@ -43,6 +44,7 @@ class WeightAverage:
         averages = []
         currents = []
         for average, current in self._pairs(self._model):
+            # Integers are copied, such as BatchNorm's number of batches.
             is_inexact = average.is_floating_point() or average.is_complex()
             if self.num_averaged and is_inexact:
                 averages.append(average)
@@ -67,21 +69,21 @@ class WeightAverage:
             yield
             return
         pairs = list(self._pairs(model))
-        same = [(own, average) for average, own in pairs if own.dtype == average.dtype]
-        narrow = [(own, average) for average, own in pairs if own.dtype != average.dtype]
-        originals = [own.detach().clone() for own, _ in narrow]
+        same = [(weight, average) for average, weight in pairs if weight.dtype == average.dtype]
+        narrow = [(weight, average) for average, weight in pairs if weight.dtype != average.dtype]
+        originals = [(weight, weight.detach().clone()) for weight, _ in narrow]
         _swap(same)
-        _copy((own, average) for own, average in narrow)
+        _copy(narrow)
         try:
             yield
         finally:
             _swap(same)
-            _copy((own, original) for (own, _), original in zip(narrow, originals, strict=True))
+            _copy(originals)
 
     def set_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Set some of the average's buffers by their names."""
         buffers = dict(self._averaged.named_buffers())
-        _copy((buffers[name], value) for name, value in values.items())
+        _copy([(buffers[name], value) for name, value in values.items()])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, its live tensors, and its number of updates. Not within `swapped_in`."""
@@ -104,13 +106,13 @@ class WeightAverage:
 
 @torch.no_grad()
 def _swap(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for own, average in pairs:
-        kept = own.detach().clone()
-        own.copy_(average)
-        average.copy_(kept)
+    for one, other in pairs:
+        value = one.detach().clone()
+        one.copy_(other)
+        other.copy_(value)
 
 
 @torch.no_grad()
-def _copy(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for target, value in pairs:
         target.copy_(value)

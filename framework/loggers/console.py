@@ -127,7 +127,8 @@ class ConsoleLogger(Logger):
             return
         # With a view, sys.stdout prints above it.
         out = self._out if self._view is None else sys.stdout
-        with suppress(OSError):  # a full disk or a broken pipe must not end training
+        # A full disk or a broken pipe must not end training.
+        with suppress(OSError):
             print(line, file=out, flush=True)
 
     # What to draw
@@ -221,7 +222,8 @@ class ConsoleLogger(Logger):
         if memory_gb is not None:
             yield f"memory {format_bytes(memory_gb * 1e9)}"
         if self._last_checkpoint is not None:
-            with suppress(OSError):  # there is none yet
+            # There may be none yet.
+            with suppress(OSError):
                 yield f"saved step {step_of(self._last_checkpoint.readlink().name)}"
 
     def _epoch(self, info: StepInfo) -> str:

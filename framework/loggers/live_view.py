@@ -19,8 +19,11 @@ from framework.launch.child import Tee
 
 _IN_NOTEBOOK = "JPY_PARENT_PID"
 """Set in Jupyter's kernels. `!command` has a terminal there, but one that can't move the cursor."""
-_MAX_BAR = 40  # columns
-_MAX_LINES = 2  # of each row; further items are left out
+
+# The width of a progress bar, in columns.
+_MAX_BAR = 40
+# Of each row; further items are left out.
+_MAX_LINES = 2
 
 
 class Row(NamedTuple):
@@ -49,7 +52,8 @@ class LiveView:
             self._print_above(name)
 
     def show(self, rows: Iterable[Row]) -> None:
-        with suppress(OSError):  # the terminal is gone
+        # The terminal may be gone.
+        with suppress(OSError):
             self._live.update(self._drawn(rows), refresh=True)
 
     def stop(self) -> None:
@@ -60,9 +64,10 @@ class LiveView:
 
     def _print_above(self, name: str) -> None:
         stream: Any = getattr(sys, name)
-        if name == "stderr" and not stream.isatty():  # a file
+        if name == "stderr" and not stream.isatty():
             return
-        if isinstance(stream, Tee):  # which writes to the log, too
+        if isinstance(stream, Tee):
+            # What is printed goes to the log as before.
             self._restore.append(partial(setattr, stream, "terminal", stream.terminal))
             stream.terminal = cast("TextIO", FileProxy(self._console, stream.terminal))
         else:
@@ -71,30 +76,40 @@ class LiveView:
 
     def _drawn(self, rows: Iterable[Row]) -> Text:
         rows = [row for row in rows if row.items]
-        begin = max((len(row.label) for row in rows), default=0) + 2
-        width, text = self._console.width - begin, Text(no_wrap=True, overflow="ellipsis", end="")
+        indent = max((len(row.label) for row in rows), default=0) + 2
+        width = self._console.width - indent
+        text = Text(no_wrap=True, overflow="ellipsis", end="")
         for number, row in enumerate(rows):
-            text.append("\n" if number else "")
-            text.append(f"{row.label:<{begin}}", "cyan")
+            if number > 0:
+                text.append("\n")
+            text.append(f"{row.label:<{indent}}", "cyan")
             lines = _in_lines(row.items, width=width)
             if row.of:
-                bar = max(min(width - len(lines[0]) - 2, _MAX_BAR), 0)
-                done = min(bar * row.done // row.of, bar)
-                filled, empty = ("#", "-") if self._console.options.ascii_only else ("━", "─")
-                text.append(filled * done, "green").append(empty * (bar - done), "bright_black").append("  ")
-            text.append(f"\n{' ' * begin}".join(lines))
+                self._append_bar(text, done=row.done, of=row.of, width=width - len(lines[0]) - 2)
+            text.append(f"\n{' ' * indent}".join(lines))
         return text
+
+    def _append_bar(self, text: Text, *, done: int, of: int, width: int) -> None:
+        columns = max(min(width, _MAX_BAR), 0)
+        filled = min(columns * done // of, columns)
+        if self._console.options.ascii_only:
+            text.append("#" * filled, "green").append("-" * (columns - filled), "bright_black")
+        else:
+            text.append("━" * filled, "green").append("─" * (columns - filled), "bright_black")
+        text.append("  ")
 
 
 def start_view(progress: ProgressMode) -> LiveView | None:
     """Return an open view; None if `progress` or the kind of standard output calls for plain lines."""
     out: Any = sys.stdout
     # On the terminal alone: the log, which gets what is printed too, would hold every redraw.
-    console = Console(
-        file=out.terminal if isinstance(out, Tee) else out, force_terminal=True if progress == "rich" else None
-    )
-    is_wanted = progress == "rich" or (progress == "auto" and out.isatty() and _IN_NOTEBOOK not in os.environ)
-    return LiveView(console) if is_wanted and console.is_interactive else None
+    terminal = out.terminal if isinstance(out, Tee) else out
+    console = Console(file=terminal, force_terminal=True if progress == "rich" else None)
+    if not console.is_interactive:
+        return None
+    if progress == "rich" or (progress == "auto" and out.isatty() and _IN_NOTEBOOK not in os.environ):
+        return LiveView(console)
+    return None
 
 
 def _in_lines(items: Sequence[str], *, width: int) -> list[str]:
@@ -106,6 +121,7 @@ def _in_lines(items: Sequence[str], *, width: int) -> list[str]:
         elif len(lines) < _MAX_LINES:
             lines.append(item)
         else:
+            # Says that there is more.
             lines[-1] = f"{lines[-1][: width - 3]}  …"
             break
     return lines

@@ -35,7 +35,8 @@ def log_to_loggers(loggers: Collection[Logger], values: Mapping[str, Any], *, st
     if pyplot is not None:
         for value in values.values():
             if isinstance(value, Figure):
-                pyplot.close(value.figure)  # otherwise pyplot keeps it in memory
+                # Otherwise pyplot keeps it in memory.
+                pyplot.close(value.figure)
 
 
 def split(values: Mapping[str, float | Media]) -> tuple[dict[str, float], dict[str, Media]]:

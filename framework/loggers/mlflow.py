@@ -22,7 +22,8 @@ from framework.system.rank_log import show, warn
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import MASK, masked_text
 
-_MAX_PARAMS = 100  # in one call
+# In one call.
+_MAX_PARAMS = 100
 _MAX_PARAM_CHARS = 6000
 _LOCK_TIMEOUT_S = 60.0
 
@@ -61,56 +62,80 @@ class MLflowLogger(Tracker):
         self._experiment = experiment
         self._display_name = name or self.run_name
         self._outputs = Path(self.config["path"]["outputs"]).absolute()
-        self._last_steps: dict[str, int] = {}  # of each metric that the run has already
+        # The last step of each metric that the run has already.
+        self._last_steps: dict[str, int] = {}
 
     def begin(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        from mlflow.entities import Metric, Param
-        from mlflow.tracking import MlflowClient
+        from mlflow.entities import Metric
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self._make_metric = Metric
-        known = self.identity
+
+        earlier = self.identity
         own_store = f"sqlite:///{self._outputs / 'mlflow.db'}"
-        uri = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or known.get("tracking_uri") or own_store
+        uri = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or earlier.get("tracking_uri") or own_store
         if MASK in uri:
             raise ConfigError(f"the run was logged to {uri}, whose password isn't stored. Set MLFLOW_TRACKING_URI.")
+        experiment_id = self._connect(uri, is_own=uri == own_store)
+
         shown_uri = masked_text(uri)
-        is_own = uri == own_store
-        # Several runs may begin at once, and one of them creates the tables.
-        lock = FileLock(self._outputs / ".mlflow.lock", timeout=_LOCK_TIMEOUT_S) if is_own else nullcontext()
-        with lock:
-            self._client: Any = MlflowClient(tracking_uri=uri)
-            location = (self._outputs / "mlartifacts" / self._experiment).as_uri() if is_own else None
-            experiment = self._client.get_experiment_by_name(self._experiment)
-            if experiment is None:
-                experiment_id = self._client.create_experiment(self._experiment, location)
-            else:
-                experiment_id = experiment.experiment_id
-        # Earlier versions recorded the password.
-        if masked_text(known.get("tracking_uri", "")) == shown_uri:
-            self._run_id = known["run_id"]
-            run = self._client.get_run(self._run_id)
-            self._client.update_run(self._run_id, status="RUNNING")
-            params = set(run.data.params)
-            for key in run.data.metrics:
-                history = self._client.get_metric_history(self._run_id, key)
-                self._last_steps[key] = max(each.step for each in history)
+        # Earlier versions recorded the password, so that is masked, too.
+        if masked_text(earlier.get("tracking_uri", "")) == shown_uri:
+            self._run_id = earlier["run_id"]
+            known_params = self._continue_run()
         else:
             run = self._client.create_run(experiment_id, run_name=self._display_name)
-            self._run_id, params = run.info.run_id, set()
+            self._run_id = run.info.run_id
+            known_params = set()
             self.identity = {"run_id": self._run_id, "tracking_uri": shown_uri, "experiment": self._experiment}
+
         for tag in self.tags:
             self._client.set_tag(self._run_id, tag, "true")
         if self.sweep is not None:
             self._client.set_tag(self._run_id, "group", self.sweep)
-        new = {key: value for name, value in flatten(self.config).items() if (key := _allowed(name)) not in params}
-        pairs = [Param(key, str(value)[:_MAX_PARAM_CHARS]) for key, value in new.items()]
-        for at in range(0, len(pairs), _MAX_PARAMS):
-            self._client.log_batch(self._run_id, params=pairs[at : at + _MAX_PARAMS])
+        self._log_params(known=known_params)
         self._client.log_artifact(self._run_id, str(self.run_dir.config_file))
         show(f"mlflow  run {self._run_id} in {shown_uri}")
+
+    def _connect(self, uri: str, *, is_own: bool) -> Any:
+        """Open the store and return the id of the experiment, which is created if there is none.
+
+        is_own: the store is the file in the outputs folder. Several runs may begin at once, and one of them creates the
+            tables, under a lock.
+        """
+        from mlflow.tracking import MlflowClient
+
+        lock = FileLock(self._outputs / ".mlflow.lock", timeout=_LOCK_TIMEOUT_S) if is_own else nullcontext()
+        with lock:
+            self._client: Any = MlflowClient(tracking_uri=uri)
+            experiment = self._client.get_experiment_by_name(self._experiment)
+            if experiment is not None:
+                return experiment.experiment_id
+            location = (self._outputs / "mlartifacts" / self._experiment).as_uri() if is_own else None
+            return self._client.create_experiment(self._experiment, location)
+
+    def _continue_run(self) -> set[str]:
+        """Note the last step of each metric of the earlier run, and return the names of its parameters."""
+        run = self._client.get_run(self._run_id)
+        self._client.update_run(self._run_id, status="RUNNING")
+        for key in run.data.metrics:
+            history = self._client.get_metric_history(self._run_id, key)
+            self._last_steps[key] = max(point.step for point in history)
+        return set(run.data.params)
+
+    def _log_params(self, *, known: set[str]) -> None:
+        """Log the configuration as parameters, but for the known ones, which can't be changed."""
+        from mlflow.entities import Param
+
+        params = []
+        for name, value in flatten(self.config).items():
+            key = _allowed(name)
+            if key not in known:
+                params.append(Param(key, str(value)[:_MAX_PARAM_CHARS]))
+        for begin in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[begin : begin + _MAX_PARAMS])
 
     def write_numbers(self, row: Row) -> None:
         self._write_numbers(row["values"], step=row["step"], unix_s=row["time"])
@@ -148,8 +173,12 @@ class MLflowLogger(Tracker):
         self._client.set_terminated(self._run_id, "FAILED" if has_failed else "FINISHED")
 
     def _write_numbers(self, values: Mapping[str, float], *, step: int, unix_s: float) -> None:
-        new = {key: value for name, value in values.items() if step > self._last_steps.get(key := _allowed(name), -1)}
-        metrics = [self._make_metric(key, value, int(unix_s * 1000), step) for key, value in new.items()]
+        """Write the values of a step, but for metrics that have this step already."""
+        metrics = []
+        for name, value in values.items():
+            key = _allowed(name)
+            if step > self._last_steps.get(key, -1):
+                metrics.append(self._make_metric(key, value, int(unix_s * 1000), step))
         if metrics:
             self._client.log_batch(self._run_id, metrics=metrics)
 
@@ -163,9 +192,11 @@ class MLflowLogger(Tracker):
 
 
 def _allowed(name: str) -> str:
+    """Return the name with what MLflow allows in names."""
     parts = re.sub(r"[^\w./ -]", "_", name).split("/")
     return "/".join(part for part in parts if part.strip(".")) or "_"
 
 
 def _place(row: Row) -> str:
+    """Return where a medium of the row is kept, without its suffix."""
     return f"media/{_allowed(row['tag'])}/{row['step']:08}"

@@ -126,7 +126,8 @@ class TensorBoardLogger(Logger):
 
     def on_results(self, metrics: Mapping[str, float]) -> None:
         """Write what is trained, and how, and of the final metrics those that have no curve."""
-        self.flush()  # so that all names of curves are known
+        # Afterwards, all names of curves are known.
+        self.flush()
         without_curve = {name: value for name, value in metrics.items() if name not in self._names}
         if without_curve:
             self._add_numbers(without_curve, step=self._step)
@@ -211,7 +212,8 @@ class TensorBoardLogger(Logger):
         writer = self._writer
         self._writer = None
         if writer is not None:
-            with suppress(OSError):  # of a full disk
+            # Raised if the disk is full.
+            with suppress(OSError):
                 writer.file_writer.close()
 
     def _write(self) -> None:

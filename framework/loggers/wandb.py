@@ -69,37 +69,36 @@ class WandbLogger(Tracker):
             "reinit": "create_new",
         }
         self._mode = mode
-        self._settings = {"console": "off", "silent": True, "init_timeout": _INIT_TIMEOUT_S, **(settings or {})}
+        self._settings: dict[str, Any] = {"console": "off", "silent": True, "init_timeout": _INIT_TIMEOUT_S}
+        self._settings.update(settings or {})
         self._run: Any = None
 
     def begin(self) -> None:
         import wandb
 
         self._wandb: Any = wandb
-        known = self.identity
-        self._id = known.get("id") or secrets.token_hex(6)
-        self._was_online = known.get("mode") == "online"
+        earlier = self.identity
+        self._id = earlier.get("id") or secrets.token_hex(6)
+        self._was_online = earlier.get("mode") == "online"
         self._offline_before = sorted((self.run_dir.path / "wandb").glob(f"offline-run-*-{self._id}"))
-        mode = self._mode or os.environ.get("WANDB_MODE")
-        try:
-            self._run = self._init(mode or ("online" if wandb.login(prompt=False, verify=False) else "offline"))
-        except Exception as error:
-            if mode not in (None, "online"):
-                raise
-            warn(f"logger.wandb: {' '.join(str(error).split())}. It continues offline.")
-            wandb.teardown()  # else the run is in use
-            self._run = self._init("offline")
+        self._run = self._start_run()
         if self._run.disabled:
             return
-        is_online = not self._run.offline
-        place = {"url": masked_text(self._run.url)} if is_online else {"folder": self._run.settings.sync_dir}
-        facts = {"id": self._id, "project": self._arguments["project"], **place}
-        self.identity = {**facts, "mode": "online" if is_online or self._was_online else "offline"}
-        show(f"wandb  {self._run.url if is_online else f'offline; to upload it: wandb sync {self._folder_shown()}'}")
+
+        facts = {"id": self._id, "project": self._arguments["project"], "mode": "offline"}
+        if self._run.offline:
+            facts["folder"] = self._run.settings.sync_dir
+            show(f"wandb  offline; to upload it: wandb sync {self._folder_shown()}")
+        else:
+            facts["url"] = masked_text(self._run.url)
+            show(f"wandb  {self._run.url}")
+        if self._was_online or not self._run.offline:
+            facts["mode"] = "online"
+        self.identity = facts
 
     def write_earlier(self, rows: Sequence[Row]) -> None:
-        is_sent = self._was_online or any(list(folder.glob("*.synced")) for folder in self._offline_before)
-        if self._run.offline and is_sent:
+        was_synced = any(list(folder.glob("*.synced")) for folder in self._offline_before)
+        if self._run.offline and (self._was_online or was_synced):
             return
         super().write_earlier(rows)
         if self._run.offline:
@@ -116,7 +115,10 @@ class WandbLogger(Tracker):
     def write_images(self, row: Row) -> None:
         pairs = zip(row["files"], row["captions"], strict=True)
         images = [self._wandb.Image(str(self.file_of(name)), caption=caption or None) for name, caption in pairs]
-        self._put(row, {row["tag"]: images if len(images) > 1 else images[0]})
+        if len(images) == 1:
+            self._put(row, {row["tag"]: images[0]})
+        else:
+            self._put(row, {row["tag"]: images})
 
     def write_histogram(self, row: Row) -> None:
         self._put(row, {row["tag"]: self._wandb.Histogram(np_histogram=(row["counts"], row["edges"]))})
@@ -143,20 +145,43 @@ class WandbLogger(Tracker):
             with suppress(psutil.Error):
                 if "wandb-core" in child.name():
                     child.kill()
-        with suppress(Exception, SystemExit):  # it complains that the process is gone
+        # The library complains that the process is gone.
+        with suppress(Exception, SystemExit):
             self._wandb.teardown()
 
     def _put(self, row: Row, values: Mapping[str, Any]) -> None:
-        if row["step"] >= self._run.starting_step:  # the server has those before
+        # The server has the steps before.
+        if row["step"] >= self._run.starting_step:
             self._run.log(dict(values), step=row["step"])
 
     def _keep(self, path: Path, *, kind: str, name: str, aliases: Sequence[str]) -> None:
         if not path.exists():
             warn(f"logger.wandb: {path} is gone, so it isn't uploaded.")
             return
-        artifact = self._wandb.Artifact(f"{re.sub(r'[^a-zA-Z0-9_.-]', '-', name)}-{self._id}", type=kind)
-        (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path))
+        allowed_name = re.sub(r"[^a-zA-Z0-9_.-]", "-", name)
+        artifact = self._wandb.Artifact(f"{allowed_name}-{self._id}", type=kind)
+        if path.is_dir():
+            artifact.add_dir(str(path))
+        else:
+            artifact.add_file(str(path))
         self._run.log_artifact(artifact, aliases=list(aliases))
+
+    def _start_run(self) -> Any:
+        """Return W&B's run, offline if there is no API key or the server can't be reached."""
+        mode = self._mode or os.environ.get("WANDB_MODE")
+        if mode is not None:
+            first_mode = mode
+        else:
+            first_mode = "online" if self._wandb.login(prompt=False, verify=False) else "offline"
+        try:
+            return self._init(first_mode)
+        except Exception as error:
+            if mode not in (None, "online"):
+                raise
+            warn(f"logger.wandb: {' '.join(str(error).split())}. It continues offline.")
+            # Otherwise the run is in use.
+            self._wandb.teardown()
+            return self._init("offline")
 
     def _init(self, mode: str) -> Any:
         settings = self._wandb.Settings(**self._settings)

@@ -20,18 +20,17 @@ _FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 @final
 @dataclass(frozen=True)
 class IgnoredTargets:
-    """The targets that a loss ignores.
+    """The targets that a loss ignores."""
 
-    index: targets of this value are ignored. class_weights: returns the weights of classes, None without any.
-    takes_scores: it is cross entropy, of scores before softmax.
-    takes_probabilities: floating-point targets are probabilities of classes, of which none is ignored.
-    is_guess: nothing says that the loss ignores anything, but -100 can't be a class.
-    """
-
+    # Targets of this value are ignored.
     index: float
+    # Returns the weights of classes, None without any.
     class_weights: Callable[[], Tensor | None] = lambda: None
+    # The loss is cross entropy, of scores before softmax.
     takes_scores: bool = False
+    # Floating-point targets are probabilities of classes, of which none is ignored.
     takes_probabilities: bool = True
+    # Nothing says that the loss ignores anything, but -100 can't be a class.
     is_guess: bool = False
 
     def weight(self, output: Any, target: Tensor) -> float | Tensor | None:
@@ -43,13 +42,16 @@ class IgnoredTargets:
             return None
         if self.is_guess and not _are_classes(output, target):
             return None
+
         counted = target != self.index
         weights = self.class_weights()
         if weights is None:
             total = counted.sum()
         else:
             weights = weights.to(target.device)
-            total = weights[target.where(counted, 0)].where(counted, 0).sum()
+            weight_of_each = weights[target.where(counted, 0)]
+            total = weight_of_each.where(counted, 0).sum()
+        # On a GPU, reading the number would wait for the device.
         return total.item() if total.device.type == "cpu" else total
 
     def leaves_out(self, target: Tensor) -> bool:
@@ -67,7 +69,8 @@ def ignored_by(loss: Any) -> IgnoredTargets | None:
     """
     keywords: dict[str, Any] = {}
     if isinstance(loss, partial):
-        keywords, loss = loss.keywords, loss.func
+        keywords = loss.keywords
+        loss = loss.func
     if loss in _FUNCTIONS:
         return IgnoredTargets(
             keywords.get("ignore_index", IGNORE_INDEX),
@@ -76,15 +79,18 @@ def ignored_by(loss: Any) -> IgnoredTargets | None:
         )
     if isinstance(loss, _MODULES):
         return _of_module(loss)
+
     index = keywords.get("ignore_index", getattr(loss, "ignore_index", ...))
+    if index is None:
+        return None
     if index is not ...:
-        return None if index is None else IgnoredTargets(index, takes_probabilities=False)
+        return IgnoredTargets(index, takes_probabilities=False)
+
     if isinstance(loss, nn.Module):
-        held = [module for module in loss.modules() if isinstance(module, _MODULES)]
-        if len(held) == 1:
-            return _of_module(held[0])
-        if type(loss).__module__.startswith("torch.nn."):
-            return None
+        inner = [module for module in loss.modules() if isinstance(module, _MODULES)]
+        if len(inner) == 1:
+            return _of_module(inner[0])
+    # Other losses of torch ignore nothing. Both a function and an object have the attribute `__module__`.
     if getattr(loss, "__module__", "").startswith("torch.nn."):
         return None
     return IgnoredTargets(IGNORE_INDEX, is_guess=True)
@@ -102,8 +108,13 @@ def _are_classes(output: Any, target: Tensor) -> bool:
     have them.
     """
     if isinstance(output, Tensor):
-        numbers = (output.shape[1], output.shape[-1]) if output.ndim > 1 else ()
-        return any(number > 1 and output.numel() == target.numel() * number for number in numbers)
+        if output.ndim < 2:
+            return False
+        # Classes are in the second dimension, or in the last one.
+        numbers_of_classes = (output.shape[1], output.shape[-1])
+        return any(number > 1 and output.numel() == target.numel() * number for number in numbers_of_classes)
     if isinstance(output, Mapping):
         return any(_are_classes(part, target) for part in output.values())
-    return isinstance(output, (list, tuple)) and any(_are_classes(part, target) for part in output)
+    if isinstance(output, (list, tuple)):
+        return any(_are_classes(part, target) for part in output)
+    return False

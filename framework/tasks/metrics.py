@@ -15,8 +15,10 @@ from torch.nn.functional import avg_pool2d, cross_entropy
 from framework.errors import ConfigError, DataError
 from framework.media import Media, Table
 
-_LARGEST_IMAGE = 128  # pixels
-_LARGEST_EXPONENT = 700.0  # beyond it a double overflows
+# Of an image of WorstMistakes, in pixels.
+_LARGEST_SIDE = 128
+# exp of more overflows a double.
+_LARGEST_EXPONENT = 700.0
 
 
 class Metric(Protocol):
@@ -98,21 +100,24 @@ class _ClassCounts:
 
     def __init__(self, ignore_index: int | None = None) -> None:
         self.ignore_index = ignore_index
-        self.counts: Tensor | None = None  # (C, C), int64; None before the first batch
+        # Shape (C, C), int64; None before the first batch.
+        self.counts: Tensor | None = None
 
     def reset(self) -> None:
         self.counts = None
 
     def update(self, output: Tensor, target: Tensor) -> None:
         classes = output.shape[1]
-        target, predicted = target.flatten(), output.argmax(dim=1).flatten()
-        places = target * classes + predicted
-        if self.ignore_index is not None:  # counted in an extra cell, which is dropped
-            places = places.where(target != self.ignore_index, classes**2)
-        # Not `bincount` or indexing by a mask, which wait for the device.
-        own = places.new_zeros(classes**2 + 1).scatter_add_(0, places, torch.ones_like(places))
-        own = own[:-1].view(classes, classes)
-        self.counts = own if self.counts is None else self.counts + own
+        target = target.flatten()
+        predicted = output.argmax(dim=1).flatten()
+
+        # Each target is counted in its cell of the flattened matrix; ignored ones in an extra cell, which is dropped.
+        cells = target * classes + predicted
+        if self.ignore_index is not None:
+            cells = cells.where(target != self.ignore_index, classes**2)
+        # `bincount`, or indexing by a mask, would wait for the device.
+        counts = cells.new_zeros(classes**2 + 1).scatter_add_(0, cells, torch.ones_like(cells))
+        self.merge(counts[:-1].view(classes, classes))
 
     def state(self) -> Tensor | None:
         return self.counts
@@ -129,14 +134,17 @@ class F1(_ClassCounts):
     def compute(self) -> float:
         if self.counts is None:
             return math.nan
-        table = self.counts.double()
-        both = table.sum(dim=0) + table.sum(dim=1)
-        return float((2 * table.diagonal() / both)[both > 0].mean())
+        counts = self.counts.double()
+        num_targets = counts.sum(dim=1)
+        num_predicted = counts.sum(dim=0)
+        occurrences = num_targets + num_predicted
+        scores = 2 * counts.diagonal() / occurrences
+        return float(scores[occurrences > 0].mean())
 
 
 @final
 class ConfusionMatrix(_ClassCounts):
-    """Counts of target classes (rows) by predicted classes (columns), logged as text and image; no number.
+    """Counts of target classes (rows) by predicted classes (columns), logged as table and image; no number.
 
     The accuracy of each class (its recall) is logged as a table, too.
 
@@ -169,7 +177,11 @@ class ConfusionMatrix(_ClassCounts):
         from framework.tasks.pictures import confusion_picture
 
         counts = self.counts.tolist()
-        rows = [(label, row[label] / sum(row) if any(row) else math.nan, sum(row)) for label, row in enumerate(counts)]
+        rows = []
+        for label, row in enumerate(counts):
+            samples = sum(row)
+            accuracy = row[label] / samples if samples else math.nan
+            rows.append((label, accuracy, samples))
         return {"": confusion_picture(counts), "classes": Table(["class", "accuracy", "samples"], rows)}
 
 
@@ -180,7 +192,7 @@ class WorstMistakes:
     For scores of shape (B, C) and inputs of shape (B, 1, H, W) or (B, 3, H, W); others give nothing. Each image is
     scaled from its own range to black and white.
 
-    number: of images. ignore_index: as for `Accuracy`.
+    number: how many images. ignore_index: as for `Accuracy`.
     """
 
     def __init__(self, number: int = 8, ignore_index: int | None = None) -> None:
@@ -189,21 +201,25 @@ class WorstMistakes:
         self.reset()
 
     def reset(self) -> None:
-        # Losses, targets, predicted classes (each of shape (K,)) and images (K, C, H, W), uint8; -inf: no mistake.
+        # Losses, targets, predicted classes, each of shape (K,), and images of shape (K, C, H, W), uint8. What is no
+        # mistake has the loss -inf.
         self._worst: list[Tensor] | None = None
 
     def update(self, output: Tensor, target: Tensor, input: Any) -> None:
         is_image = isinstance(input, Tensor) and input.ndim == 4 and input.shape[1] in (1, 3)
         if not is_image or output.ndim != 2 or target.ndim != 1 or target.is_floating_point():
             return
+
         predicted = output.argmax(dim=1)
         is_wrong = predicted != target
         if self.ignore_index is not None:
             is_wrong &= target != self.ignore_index
         losses = cross_entropy(output.float(), target.where(is_wrong, 0), reduction="none")
         losses = losses.nan_to_num(nan=math.inf).where(is_wrong, -math.inf)
+
         places = losses.topk(min(self._number, len(losses))).indices
-        self.merge([losses[places], target[places], predicted[places], _shown(input[places.to(input.device)])])
+        images = _small_images(input[places.to(input.device)])
+        self.merge([losses[places], target[places], predicted[places], images])
 
     def state(self) -> list[Tensor] | None:
         return self._worst
@@ -213,8 +229,9 @@ class WorstMistakes:
             return
         if self._worst is not None:
             state = [torch.cat(pair) for pair in zip(self._worst, state, strict=True)]
-            places = state[0].topk(min(self._number, len(state[0]))).indices
-            state = [each[places.to(each.device)] for each in state]
+            losses = state[0]
+            places = losses.topk(min(self._number, len(losses))).indices
+            state = [values[places.to(values.device)] for values in state]
         self._worst = state
 
     def compute(self) -> dict[str, float]:
@@ -223,26 +240,27 @@ class WorstMistakes:
     def media(self) -> dict[str, Media]:
         if self._worst is None:
             return {}
-        losses, targets, predicted = (each.tolist() for each in self._worst[:3])
-        captions = [
-            f"{target} taken for {found}\nloss {loss:.3g}"
-            for loss, target, found in zip(losses, targets, predicted, strict=True)
-            if loss > -math.inf
-        ]
-        if not captions:
+        losses, targets, predictions, images = (values.cpu() for values in self._worst)
+        # Mistakes come first.
+        number = int((losses > -math.inf).sum())
+        if number == 0:
             return {}
         from framework.tasks.pictures import grid_picture
 
-        return {"": grid_picture(list(self._worst[3].cpu().numpy())[: len(captions)], captions)}  # mistakes are first
+        captions = []
+        for place in range(number):
+            captions.append(f"{targets[place]} taken for {predictions[place]}\nloss {losses[place]:.3g}")
+        return {"": grid_picture(list(images[:number].numpy()), captions)}
 
 
-def _shown(images: Tensor) -> Tensor:
-    """Return images as uint8, at most 128 pixels wide and high, since each rank sends its own to all others."""
+def _small_images(images: Tensor) -> Tensor:
+    """Return images as uint8, of `_LARGEST_SIDE` pixels at most, since each rank sends its own to all others."""
     images = images.detach().float()
-    factor = math.ceil(max(images.shape[2:]) / _LARGEST_IMAGE)
+    factor = math.ceil(max(images.shape[2:]) / _LARGEST_SIDE)
     if factor > 1:
         images = avg_pool2d(images, factor, ceil_mode=True)
-    low, high = images.amin(dim=(1, 2, 3), keepdim=True), images.amax(dim=(1, 2, 3), keepdim=True)
+    low = images.amin(dim=(1, 2, 3), keepdim=True)
+    high = images.amax(dim=(1, 2, 3), keepdim=True)
     return ((images - low) / (high - low).clamp(min=1e-12) * 255).to(torch.uint8)
 
 
@@ -258,14 +276,18 @@ class PredictedAgainstTrue:
         self.reset()
 
     def reset(self) -> None:
-        self._points: list[Tensor] = []  # each of shape (2, n): true and predicted
-        self._count = 0
+        # Of each batch, of shape (2, n): true and predicted values.
+        self._points: list[Tensor] = []
+        self._num_points = 0
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        if self._count < self._number and output.shape == target.shape and target.is_floating_point():
-            points = torch.stack([target.flatten(), output.flatten()])[:, : self._number - self._count]
-            self._points.append(points.float())
-            self._count += points.shape[1]
+        is_full = self._num_points >= self._number
+        if is_full or output.shape != target.shape or not target.is_floating_point():
+            return
+        points = torch.stack([target.flatten(), output.flatten()])
+        points = points[:, : self._number - self._num_points]
+        self._points.append(points.float())
+        self._num_points += points.shape[1]
 
     def state(self) -> list[Tensor]:
         return self._points
@@ -294,6 +316,7 @@ class Perplexity:
         self.reset()
 
     def reset(self) -> None:
+        # Of each batch: the sum of the cross entropy and the number of targets.
         self._sums: list[Tensor] = []
 
     def update(self, output: Tensor, target: Tensor) -> None:
@@ -302,7 +325,9 @@ class Perplexity:
         self._sums.append(torch.stack([total, (target != ignored).sum().double()]))
 
     def state(self) -> list[Tensor]:
-        return [torch.stack(self._sums).sum(dim=0)] if self._sums else []
+        if not self._sums:
+            return []
+        return [torch.stack(self._sums).sum(dim=0)]
 
     def merge(self, state: list[Tensor]) -> None:
         self._sums += state
@@ -311,7 +336,9 @@ class Perplexity:
         if not self._sums:
             return math.nan
         total, count = torch.stack(self._sums).sum(dim=0).tolist()
-        return math.exp(min(total / count, _LARGEST_EXPONENT)) if count else math.nan
+        if count == 0:
+            return math.nan
+        return math.exp(min(total / count, _LARGEST_EXPONENT))
 
 
 @final

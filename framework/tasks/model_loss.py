@@ -13,7 +13,8 @@ from framework.errors import DataError
 from framework.tasks.supervised import describe
 from framework.types import Batch, StepOutput, SumCount
 
-_IGNORED = -100  # transformers' label of what has no target: padding, a prompt
+# The label that transformers gives to what has no target: padding, a prompt.
+_IGNORED = -100
 
 
 @final
@@ -46,25 +47,31 @@ def _step(model: nn.Module, batch: Batch, *, has_metrics: bool) -> StepOutput:
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         keys = list(batch)
-        missing = "" if "labels" in keys else f" There is no `labels`.{did_you_mean(nearest('labels', keys))}"
+        missing = ""
+        if "labels" not in keys:
+            missing = f" There is no `labels`.{did_you_mean(nearest('labels', keys))}"
         raise DataError(
             f"The model gave no loss, but {describe(output)}, for a batch with the keys {', '.join(keys)}.{missing}\n"
             "Give the samples the keys that the model computes its loss from; for models of transformers, that is "
             "`labels`."
         )
+
     num_samples = len(next(iter(batch.values())))
     labels: Any = batch.get("labels")
     logits: Any = getattr(output, "logits", None)
     if not _are_classes(labels, logits):
         return StepOutput(loss, num_samples)
     if labels.ndim > 1 and _shifts_labels(model):
-        logits, labels = logits[:, :-1], labels[:, 1:]
+        logits = logits[:, :-1]
+        labels = labels[:, 1:]
+
     labels = labels.to(logits.device)
     counted = labels != _IGNORED
+    weight = counted.sum()
     metrics: dict[str, SumCount] = {}
     if has_metrics:
-        metrics["accuracy"] = ((logits.argmax(dim=-1) == labels) & counted).sum(), counted.sum()
-    weight = counted.sum()
+        is_correct = (logits.argmax(dim=-1) == labels) & counted
+        metrics["accuracy"] = (is_correct.sum(), weight)
     # The mean over no label is NaN.
     return StepOutput(torch.where(weight > 0, loss, 0.0), num_samples, metrics, weight=weight)
 
@@ -90,8 +97,12 @@ def _are_classes(labels: Any, logits: Any) -> bool:
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Return True for a model that predicts the next token: its loss is over `labels[:, 1:]`, as the Trainer of
-    transformers counts them."""
-    model = getattr(model, "module", model)  # in DistributedDataParallel
-    loss, config = getattr(model, "loss_function", None), getattr(model, "config", None)
-    return getattr(loss, "__name__", "") == "ForCausalLMLoss" and not getattr(config, "is_encoder_decoder", False)
+    """Return True for a model that predicts the next token.
+
+    Its loss is over `labels[:, 1:]`, as the Trainer of transformers counts them.
+    """
+    # DistributedDataParallel has the model as `module`.
+    model = getattr(model, "module", model)
+    config = getattr(model, "config", None)
+    loss_name = getattr(getattr(model, "loss_function", None), "__name__", "")
+    return loss_name == "ForCausalLMLoss" and not getattr(config, "is_encoder_decoder", False)

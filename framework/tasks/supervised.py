@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from framework.config.targets import unwrap_partial
 from framework.errors import ConfigError, DataError
-from framework.tasks.ignored_targets import ignored_by
+from framework.tasks.ignored_targets import IgnoredTargets, ignored_by
 from framework.tasks.metrics import MeanAbsoluteError, Metric
 from framework.types import Batch, StatefulMetric, StepOutput
 
@@ -50,21 +50,26 @@ class Supervised:
     whose first dimension is the sample; it is brought to the output's device, so a model may end on another device
     than it begins on. The input may be anything the model takes as its one argument.
 
-    loss: a module or function that returns the mean over the batch's samples as a scalar, as torch's do by default.
-        Ignored targets have no weight. Cross entropy and `nll_loss`, as module, function or partial, and modules that
-        hold one of them, are weighted by the targets, or class weights, that torch averages over. Your own loss is
-        assumed to be a mean over the targets other than its attribute `ignore_index`; without this attribute, over the
-        classes (of samples, tokens or pixels) other than -100. Set `ignore_index = None` if it ignores none. Tensors of
-        a module move to the output's device and take the type of `trainer.precision=bf16-true` or `64-true`.
-    metrics: name → metric, computed in validation; in training too with `train_metrics`, at its cost in every step.
-        Those with `update(output, target)`, StatefulMetrics and torchmetrics, are computed in validation only. If
-        `update` has a parameter `input`, it gets the input, too.
-        torchmetrics' classification gets probabilities, if the loss says how: given scores, it would decide by the
-        values in each batch if they are probabilities already.
-        Targets equal to the loss's `ignore_index` are left out of metrics that have no `ignore_index` of their own.
-    predictions: turns a batch's output into named columns, for `job=predict`; by default the output itself is one.
-
     Raises ConfigError if the loss isn't a mean, DataError if a batch has another form.
+
+    Args:
+        loss: A module or function that returns the mean over the batch's samples as a scalar, as torch's do by default.
+            Tensors of a module move to the output's device and take the type of `trainer.precision=bf16-true` or
+            `64-true`.
+
+            Ignored targets have no weight. Cross entropy and `nll_loss`, as module, function or partial, and modules
+            that hold one of them, are weighted by the targets, or class weights, that torch averages over. Your own
+            loss is assumed to be a mean over the targets other than its attribute `ignore_index`; without this
+            attribute, over the classes (of samples, tokens or pixels) other than -100. Set `ignore_index = None` if it
+            ignores none.
+        metrics: Name → metric, computed in validation. Targets equal to the loss's `ignore_index` are left out of
+            metrics that have no `ignore_index` of their own.
+
+            A metric with `update(output, target)`, a StatefulMetric or one of torchmetrics, gets the input, too, if
+            `update` has a parameter `input`. torchmetrics' classification gets probabilities, if the loss says how:
+            given scores, it would decide by the values in each batch if they are probabilities already.
+        train_metrics: Compute the metrics in training, too, at their cost in every step; not those with `update`.
+        predictions: Turns a batch's output into named columns, for `job=predict`; by default the output itself is one.
     """
 
     def __init__(
@@ -74,46 +79,51 @@ class Supervised:
         train_metrics: bool = False,
         predictions: Callable[[Any], Mapping[str, Tensor]] | None = None,
     ) -> None:
-        keywords = loss.keywords if isinstance(loss, partial) else {}
-        reduction = keywords.get("reduction", getattr(loss, "reduction", "mean"))
+        reduction = getattr(loss, "reduction", "mean")
+        if isinstance(loss, partial):
+            reduction = loss.keywords.get("reduction", reduction)
         if reduction != "mean":
             raise ConfigError(
                 f"task.loss: {_name_of(loss)} has reduction={reduction!r}. Use reduction='mean': the framework "
-                "weighs every batch by its samples, and reduces over batches and processes itself."
+                "weights every batch by its samples, and reduces over batches and processes itself."
             )
         self.loss = unwrap_partial(loss)
         self.metrics: dict[str, Any] = {name: unwrap_partial(metric) for name, metric in (metrics or {}).items()}
+        self.predictions = predictions
+
         self._ignored = ignored_by(self.loss)
         if self._ignored is not None:
             for metric in self.metrics.values():
-                # A MetricCollection has several metrics.
-                for own in metric.values() if hasattr(metric, "compute_groups") else (metric,):
-                    is_of_numbers = isinstance(own, MeanAbsoluteError) and self._ignored.is_guess
-                    if getattr(own, "ignore_index", ...) is None and not is_of_numbers:
-                        own.ignore_index = self._ignored.index
-        self.predictions = predictions
-        function = getattr(self.loss, "func", self.loss)  # with keywords, it is a partial
+                _set_ignore_index(metric, self._ignored)
+        # Until `observe_samples` finds that no training target is ignored.
+        self._training_is_weighted = self._ignored is not None
+        class_weights = None if self._ignored is None else self._ignored.class_weights()
+        self._weight_may_be_zero = class_weights is not None and not bool(class_weights.all())
+
+        # A loss with keywords is a partial, whose function counts.
+        function = getattr(self.loss, "func", self.loss)
         self._wants_equal_shapes = isinstance(loss, _ELEMENTWISE) or function in _ELEMENTWISE_FUNCTIONS
-        self._training_weighs = self._ignored is not None
-        weights = None if self._ignored is None else self._ignored.class_weights()
-        self._may_weigh_nothing = weights is not None and not bool(weights.all())
-        self._stateful = [name for name, metric in self.metrics.items() if hasattr(metric, "update")]
-        self._take_input = {
-            name for name in self._stateful if "input" in signature(self.metrics[name].update).parameters
-        }
-        self._sums = {name: metric for name, metric in self.metrics.items() if name not in self._stateful}
+
+        self._stateful: dict[str, Any] = {}
+        self._sums: dict[str, Metric] = {}
+        for name, metric in self.metrics.items():
+            if hasattr(metric, "update"):
+                self._stateful[name] = metric
+            else:
+                self._sums[name] = metric
         self._train_metrics: dict[str, Metric] = self._sums if train_metrics else {}
+        self._take_input = {name for name, metric in self._stateful.items() if _takes_input(metric)}
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
-        return self._step(model, batch, metrics=self._train_metrics, weighs=self._training_weighs)
+        return self._step(model, batch, metrics=self._train_metrics, is_weighted=self._training_is_weighted)
 
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput:
-        return self._step(model, batch, metrics=self._sums, updates=self._stateful)
+        return self._step(model, batch, metrics=self._sums, updates=list(self._stateful))
 
     def observe_samples(self, batch: Batch) -> None:
         """Note if the loss ignores any of the training targets; if not, steps don't compute weights."""
         _, target = split_batch(batch)
-        self._training_weighs = self._ignored is not None and self._ignored.leaves_out(target)
+        self._training_is_weighted = self._ignored is not None and self._ignored.leaves_out(target)
 
     def predict_step(self, model: nn.Module, batch: Batch) -> Tensor | Mapping[str, Tensor]:
         """Return the model's predictions for the batch; the target isn't used."""
@@ -128,43 +138,53 @@ class Supervised:
         *,
         metrics: Mapping[str, Metric],
         updates: Sequence[str] = (),
-        weighs: bool = True,
+        is_weighted: bool = True,
     ) -> StepOutput:
         input_, target = split_batch(batch)
         output = model(input_)
         if isinstance(output, Tensor) and target.device != output.device:
             target = target.to(output.device)
             if isinstance(self.loss, nn.Module):
-                self.loss.to(output.device)  # nothing to move after the first step
+                # Nothing is left to move after the first step.
+                self.loss.to(output.device)
         loss = self._compute_loss(output, target)
+
         weight: float | Tensor | None = None
-        if weighs and self._ignored is not None:
+        if is_weighted and self._ignored is not None:
             weight = self._ignored.weight(output, target)
-        if self._may_weigh_nothing and weight is not None and output.requires_grad:
+        if self._weight_may_be_zero and weight is not None and output.requires_grad:
             # If all classes of a batch have the weight 0, torch's gradient is NaN, even of a loss that is left out.
             counts = torch.as_tensor(weight, device=output.device) > 0
             output.register_hook(lambda gradient: gradient.where(counts, 0))
+
         if not metrics and not updates:
             return StepOutput(loss, len(target), weight=weight)
-        seen = output.detach() if isinstance(output, Tensor) else output
-        found = {name: metric(seen, target) for name, metric in metrics.items()}
-        return StepOutput(loss, len(target), found, weight, self._updates(seen, target, input_, names=updates))
+        detached = output.detach() if isinstance(output, Tensor) else output
+        return StepOutput(
+            loss,
+            len(target),
+            metrics={name: metric(detached, target) for name, metric in metrics.items()},
+            weight=weight,
+            updates=self._updates(detached, target, input_, names=updates),
+        )
 
     def _updates(self, output: Any, target: Tensor, input_: Any, *, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-        likely = [name for name in names if _takes_probabilities(self.metrics[name])]
+        """Return the arguments of the stateful metrics' `update` by the metrics' names."""
+        of_probabilities = [name for name in names if _takes_probabilities(self.metrics[name])]
         probabilities = output
-        if likely and self._ignored is not None and self._ignored.takes_scores:
+        if of_probabilities and self._ignored is not None and self._ignored.takes_scores:
             probabilities = output.softmax(dim=1)
-        elif likely and isinstance(self.loss, nn.BCEWithLogitsLoss):
+        elif of_probabilities and isinstance(self.loss, nn.BCEWithLogitsLoss):
             probabilities = output.sigmoid()
-        return {
-            name: (
-                probabilities if name in likely else output,
-                target,
-                *((input_,) if name in self._take_input else ()),
-            )
-            for name in names
-        }
+
+        updates: dict[str, tuple[Any, ...]] = {}
+        for name in names:
+            predicted = probabilities if name in of_probabilities else output
+            if name in self._take_input:
+                updates[name] = (predicted, target, input_)
+            else:
+                updates[name] = (predicted, target)
+        return updates
 
     def _compute_loss(self, output: Any, target: Tensor) -> Tensor:
         """Raises DataError if output and target don't fit a loss of torch's."""
@@ -174,7 +194,8 @@ class Supervised:
             )
         try:
             return self.loss(output, target)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the latter may come from an earlier kernel
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            # The latter may come from an earlier kernel.
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if type(self.loss).__module__.startswith("torch.nn."):
@@ -195,18 +216,39 @@ def _name_of(loss: Any) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
 
 
+def _set_ignore_index(metric: Any, ignored: IgnoredTargets) -> None:
+    """Have a metric, or those of a MetricCollection, leave out what the loss ignores, unless it says otherwise."""
+    for single in _single_metrics(metric):
+        # A guess is about classes.
+        is_of_numbers = isinstance(single, MeanAbsoluteError) and ignored.is_guess
+        if getattr(single, "ignore_index", ...) is None and not is_of_numbers:
+            single.ignore_index = ignored.index
+
+
+def _takes_input(metric: Any) -> bool:
+    return "input" in signature(metric.update).parameters
+
+
 def _takes_probabilities(metric: Any) -> bool:
     """Return True for torchmetrics' classification, alone or in a MetricCollection."""
-    each = next(iter(metric.values())) if hasattr(metric, "compute_groups") else metric
-    return type(each).__module__.startswith("torchmetrics.classification")
+    first = _single_metrics(metric)[0]
+    return type(first).__module__.startswith("torchmetrics.classification")
+
+
+def _single_metrics(metric: Any) -> list[Any]:
+    """Return the metrics of a torchmetrics.MetricCollection, and any other metric as it is."""
+    is_collection = hasattr(metric, "compute_groups")
+    return list(metric.values()) if is_collection else [metric]
 
 
 def split_batch(batch: Batch) -> tuple[Any, Tensor]:
     """Return input and target of a batch. Raises DataError if it has another form, or the target is no tensor."""
-    if type(batch) is list and len(batch) == 2:  # the usual case, and the cheapest check
+    # The usual case, and the cheapest check, comes first.
+    if type(batch) is list and len(batch) == 2:
         input_, target = batch
     elif isinstance(batch, Mapping) and batch.keys() == {"input", "target"}:
-        input_, target = batch["input"], batch["target"]
+        input_ = batch["input"]
+        target = batch["target"]
     elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
         input_, target = batch
     else:
@@ -229,4 +271,6 @@ def describe(value: Any) -> str:
         return f"a mapping with the keys {list(value)}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"a {type(value).__name__} of {len(value)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "None"
+    return f"a {type(value).__name__}"

@@ -23,10 +23,13 @@ from framework.system.rank_log import warn
 from framework.tasks.lightning.trainer import trainer_of
 from framework.types import Datasets
 
-_LOCK_TIMEOUT_S = 1800.0  # of other processes' prepare_data
-_SILENT_S = 5.0  # of waiting, as ranks do for one another
+# How long to wait for other processes' prepare_data.
+_LOCK_TIMEOUT_S = 1800.0
+# How long to wait without a word, as ranks do for one another.
+_SILENT_S = 5.0
+# Settings of a data module that say where its data is.
 _NAMES_DATA = re.compile(r"data|root|cache|download|^(dir|directory|folder|path)$", re.IGNORECASE)
-_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
+_REFUSED_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
 
 
 def datamodule(module: Any, *, run_config: Config | None = None, run_context: Context | None = None) -> Datasets:
@@ -38,11 +41,12 @@ def datamodule(module: Any, *, run_config: Config | None = None, run_context: Co
 
     run_config, run_context: passed by the framework, to make the module's `self.trainer`.
     """
-    if refused := [hook for hook in _HOOKS if _overrides(module, hook)]:
-        raise DataError(
-            f"{type(module).__name__}.{refused[0]} has no counterpart: batches are moved to the device as they are.\n"
-            "Do it in the dataset or the collate function, or in on_after_batch_transfer of the LightningModule."
-        )
+    for hook in _REFUSED_HOOKS:
+        if _overrides(module, hook):
+            raise DataError(
+                f"{type(module).__name__}.{hook} has no counterpart: batches are moved to the device as they are.\n"
+                "Do it in the dataset or the collate function, or in on_after_batch_transfer of the LightningModule."
+            )
     if run_config is not None and run_context is not None:
         trainer = trainer_of(run_config, run_context)
         trainer.datamodule = module
@@ -64,14 +68,20 @@ def _sets(loaders: Any) -> Any:
     """Return one loader as it is, several by name."""
     if not isinstance(loaders, (list, tuple)):
         return loaders
-    return loaders[0] if len(loaders) == 1 else {str(number): each for number, each in enumerate(loaders)}
+    if len(loaders) == 1:
+        return loaders[0]
+    return {str(number): loader for number, loader in enumerate(loaders)}
 
 
 def _overrides(module: Any, name: str) -> bool:
     """Return True if a class of the user, or the object itself, defines the method."""
-    own = next((cls for cls in type(module).__mro__ if name in vars(cls)), None)
-    is_users = own is not None and own.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
-    return name in vars(module) or is_users
+    if name in vars(module):
+        return True
+    for cls in type(module).__mro__:
+        if name in vars(cls):
+            package = cls.__module__.partition(".")[0]
+            return package not in ("lightning", "pytorch_lightning")
+    return False
 
 
 @contextmanager
@@ -103,13 +113,12 @@ def _prepared_alone(module: Any) -> Iterator[None]:
 def _data_id(module: Any) -> str:
     """Return a name for a data set on this machine: the data module's class and the locations in its settings."""
     settings = {**dict(getattr(module, "hparams", {})), **vars(module)}
-    places = sorted(
-        f"{name}={Path(value).expanduser().absolute()}"
-        for name, value in settings.items()
-        if isinstance(name, str) and _NAMES_DATA.search(name) and isinstance(value, (str, Path))
-    )
+    places = []
+    for name, value in settings.items():
+        if isinstance(name, str) and isinstance(value, (str, Path)) and _NAMES_DATA.search(name):
+            places.append(f"{name}={Path(value).expanduser().absolute()}")
     kind = type(module)
-    text = "\n".join([kind.__module__, kind.__qualname__, socket.gethostname(), *places])
+    text = "\n".join([kind.__module__, kind.__qualname__, socket.gethostname(), *sorted(places)])
     return f"{kind.__name__}_{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
 
 
@@ -121,8 +130,9 @@ def _lock_folder() -> Path:
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.lstat()
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-            if is_own and os.access(folder, os.W_OK):
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            others_may_write = bool(status.st_mode & 0o022)
+            if is_own and not others_may_write and os.access(folder, os.W_OK):
                 return folder
     raise DataError(
         f"Neither {folders[0]} nor {folders[1]} is a folder that this user alone can write, for the lock of "

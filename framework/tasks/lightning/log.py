@@ -21,9 +21,10 @@ LogPart = Literal["train", "val", "test"]
 
 _PREFIXES = {"train": "train|training", "val": "val|valid|validation", "test": "test"}
 _REDUCTIONS = ("mean", "sum", "min", "max")
+# The reduction of a torchmetrics.Metric, by its own rules.
+_METRIC = "metric"
+# Names of train/ that each logged step has.
 _LOGGED_BY_THE_FRAMEWORK = re.compile(r"loss|mfu|(lr|grad_norm)(/.+)?|.+_per_s")
-"""Names of train/ that each logged step has."""
-_METRIC = "metric"  # the reduction of a torchmetrics.Metric, by its own rules
 
 _Entry = dict[str, Any]
 """`reduction`, `value` (a tensor of one element, or a number) and `weight`; of a metric, `path` in its place."""
@@ -40,23 +41,34 @@ class Log:
     """The values that a module has logged since they were last read, by interval and name."""
 
     def __init__(self, module: Any, context: Context, *, infer_batch_size: Callable[[Batch], int]) -> None:
-        self.module, self._context, self._infer = module, context, infer_batch_size
-        self._part: LogPart | None = None  # None: where nothing can be logged
-        self.set_name = ""  # of one of several sets that are evaluated
-        self._step_names: set[str] = set()  # that training steps have logged
+        self.module = module
+        self._context = context
+        self._infer_batch_size = infer_batch_size
+
+        # Where the module is: in a step or hook of this part; None where nothing can be logged.
+        self._part: LogPart | None = None
         self._in_step = False
+        # The name of the set that is evaluated, if there are several.
+        self.set_name = ""
+
+        # The current batch, its size as Lightning infers it, and the one that the last call in this step gave.
         self._batch: Batch = None
-        self._batch_size: int | None = None  # inferred
-        self._given_size: int | None = None  # by the last call in this step that gave one
-        self._names: dict[tuple[LogPart, str], str] = {}  # as they were given
+        self._batch_size: int | None = None
+        self._given_size: int | None = None
+
+        # The names as the module gave them, by those in the logs.
+        self._names: dict[tuple[LogPart, str], str] = {}
+        # Names that training steps have logged.
+        self._step_names: set[str] = set()
         self._entries: dict[Interval, dict[str, _Entry]] = {interval: {} for interval in get_args(Interval)}
-        self._paths = {id(each): path for path, each in module.named_modules() if is_torchmetric(each)}
+        self._paths = {id(child): path for path, child in module.named_modules() if is_torchmetric(child)}
         self._dtype = torch.float32 if context.device.type == "mps" else torch.float64
         for metric in self.metrics.values():
             sync_through(metric, context)
 
     def __deepcopy__(self, memo: object) -> Log:
-        return self  # the copy is a model with averaged weights, which logs nothing of its own
+        """Return the log itself: the copied module has averaged weights, and logs nothing of its own."""
+        return self
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -66,13 +78,18 @@ class Log:
     @contextmanager
     def within(self, part: LogPart | None, *, in_step: bool = False) -> Iterator[None]:
         """Return a context for a hook or step of this part; None: nothing can be logged in it."""
-        before = self._part, self._in_step
-        self._part, self._in_step = part, in_step
+        part_before = self._part
+        in_step_before = self._in_step
+        self._part = part
+        self._in_step = in_step
         yield
-        self._part, self._in_step = before
+        self._part = part_before
+        self._in_step = in_step_before
 
     def begin_batch(self, batch: Batch) -> None:
-        self._batch, self._batch_size, self._given_size = batch, None, None
+        self._batch = batch
+        self._batch_size = None
+        self._given_size = None
 
     @property
     def num_samples(self) -> int:
@@ -82,7 +99,7 @@ class Log:
     @property
     def _inferred_size(self) -> int:
         if self._batch_size is None:
-            self._batch_size = self._infer(self._batch)
+            self._batch_size = self._infer_batch_size(self._batch)
         return self._batch_size
 
     def log(
@@ -103,37 +120,50 @@ class Log:
 
         Raises TargetError for what can't be logged.
         """
-        part, is_training_step = self._part, self._part == "train" and self._in_step
-        on_step = is_training_step if on_step is None else on_step
-        on_epoch = not is_training_step if on_epoch is None else on_epoch
-        reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", repr(reduce_fx))
+        part = self._part
         if part is None:
             raise self._refused(name, "nothing can be logged here. Log in a step, or in a hook of an epoch.")
-        if reduction not in _REDUCTIONS:
-            raise self._refused(name, f"reduce_fx={reduction}. Use one of {', '.join(_REDUCTIONS)}.")
+
+        # Lightning's defaults: a training step logs for the step, everything else for the epoch.
+        is_training_step = part == "train" and self._in_step
+        if on_step is None:
+            on_step = is_training_step
+        if on_epoch is None:
+            on_epoch = not is_training_step
         if part != "train" and not on_epoch:
             raise self._refused(name, "on_epoch=False: an evaluation is logged once, as a whole. Leave it out.")
-        if self._names.setdefault((part, short := short_name(name, part)), name) != name:
-            raise self._refused(name, f"it is {part}/{short}, and so is {self._names[part, short]!r}. Rename one.")
+
+        reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", repr(reduce_fx))
+        if reduction not in _REDUCTIONS:
+            raise self._refused(name, f"reduce_fx={reduction}. Use one of {', '.join(_REDUCTIONS)}.")
+        short = short_name(name, part)
+        earlier_name = self._names.setdefault((part, short), name)
+        if earlier_name != name:
+            raise self._refused(name, f"it is {part}/{short}, and so is {earlier_name!r}. Rename one.")
+
         if rank_zero_only and not self._context.is_main:
             return
-        self._given_size = self._given_size if batch_size is None else batch_size
-        metric = value if is_torchmetric(value) else None
+        if batch_size is not None:
+            self._given_size = batch_size
+
+        # A metric that was called has its value of this batch.
+        value_now = value._forward_cache if is_torchmetric(value) else value
         on_step = on_step and part == "train"
-        value = value if metric is None else metric._forward_cache  # of this batch, if the metric was called
-        if on_step and value is not None:
+        if on_step and value_now is not None:
             self._step_names.add(short)
-            self._add("step", short, self._entry(name, value, reduction, size=batch_size))
-        if on_epoch:
-            entry = (
-                self._entry(name, value, reduction, size=batch_size)
-                if metric is None
-                else self._metric_entry(name, metric)
-            )
-            if part != "train":
-                self._add("evaluation", f"{self.set_name}/{short}".lstrip("/"), entry)
-            else:
-                self._add("epoch", f"{short}_epoch" if on_step else short, entry)
+            self._add("step", short, self._entry(name, value_now, reduction, size=batch_size))
+        if not on_epoch:
+            return
+        if is_torchmetric(value):
+            entry = self._metric_entry(name, value)
+        else:
+            entry = self._entry(name, value, reduction, size=batch_size)
+        if part != "train":
+            self._add("evaluation", f"{self.set_name}/{short}".lstrip("/"), entry)
+        elif on_step:
+            self._add("epoch", f"{short}_epoch", entry)
+        else:
+            self._add("epoch", short, entry)
 
     def reduce(self, interval: Interval) -> dict[str, float]:
         """Return the values over all ranks, and clear them. Every rank must call it; waits for the device."""
@@ -141,24 +171,31 @@ class Log:
         for entries in gather_to_all(self._plain(interval), self._context):
             _add_all(merged, entries)
         self._entries[interval] = {}
+
         values: dict[str, float] = {}
-        used = {entry["path"] for entry in merged.values() if entry["reduction"] == _METRIC}
+        computed = set()
         for name, entry in merged.items():
             if entry["reduction"] == _METRIC:
-                values[name] = float(self._number(name, self.module.get_submodule(entry["path"]).compute()))
+                path = entry["path"]
+                computed.add(path)
+                values[name] = float(self._number(name, self.module.get_submodule(path).compute()))
             else:
                 values[name] = float(entry["value"]) / entry["weight"]
-        for path in used:
+        # A metric may be logged under several names.
+        for path in computed:
             self.metrics[path].reset()
-        return self._told_from_steps(values) if interval == "epoch" else values
+        return self._with_suffixes(values) if interval == "epoch" else values
 
-    def _told_from_steps(self, values: Mapping[str, float]) -> dict[str, float]:
+    def _with_suffixes(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return an epoch's values, with Lightning's suffix `_epoch` for names that steps log, too."""
-        renamed = {}
+        named = {}
         for name, value in values.items():
             is_of_steps = name in self._step_names or _LOGGED_BY_THE_FRAMEWORK.fullmatch(name) is not None
-            renamed[f"{name}_epoch" if is_of_steps else name] = value
-        return {**renamed, **{name: value for name, value in values.items() if name in renamed}}
+            if not is_of_steps:
+                named[name] = value
+            elif f"{name}_epoch" not in values:
+                named[f"{name}_epoch"] = value
+        return named
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's values and the states of its torchmetrics: plain types and tensors."""
@@ -175,18 +212,20 @@ class Log:
             if not adds:
                 self._entries[interval] = {}
             _add_all(self._entries[interval], entries, dtype=self._dtype, device=self._context.device)
-        self._step_names.update(state.get("step_names", ()))  # earlier versions have none
-        for path, kept in state["metrics"].items():
+        # Checkpoints of earlier versions have no names.
+        self._step_names.update(state.get("step_names", ()))
+        for path, metric_state in state["metrics"].items():
             metric = self.metrics[path]
-            if adds and kept["count"]:
-                metric.merge_state(kept["state"])
-            elif not adds:
+            if not adds:
                 metric.reset()
-                metric._update_count = kept["count"]
-                for name, value in _copied(kept["state"], device=metric.device).items():
+                metric._update_count = metric_state["count"]
+                for name, value in _copied(metric_state["state"], device=metric.device).items():
                     setattr(metric, name, value)
+            elif metric_state["count"]:
+                metric.merge_state(metric_state["state"])
 
     def _entry(self, name: str, value: Any, reduction: str, *, size: int | None) -> _Entry:
+        """Return the entry of a number. A mean in a step is weighted by `size`, by default the inferred batch size."""
         weight = 1
         if self._in_step and reduction == "mean":
             weight = self._inferred_size if size is None else size
@@ -202,21 +241,29 @@ class Log:
         return {"reduction": _METRIC, "path": self._paths[id(metric)]}
 
     def _number(self, name: str, value: Any) -> Any:
-        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+        """Return the value if it is one number. Raises TargetError for any other."""
+        if isinstance(value, (int, float)):
             return value
-        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        if not isinstance(value, Tensor):
+            shown = f"a {type(value).__name__}"
+        elif value.numel() == 1:
+            return value
+        else:
+            shown = f"a tensor of shape {tuple(value.shape)}"
         raise self._refused(name, f"the value is {shown}. Log one number, or several of them by log_dict.")
 
     def _add(self, interval: Interval, name: str, entry: _Entry) -> None:
-        entries = self._entries[interval]
-        entries[name] = _merged(entries[name], entry) if name in entries else entry
+        _add_entry(self._entries[interval], name, entry)
 
     def _plain(self, interval: Interval) -> dict[str, _Entry]:
         """Return the entries as plain numbers; waits for the device once."""
-        own = self._entries[interval]
-        numbers = [each["value"].to(self._context.device) for each in own.values() if "value" in each]
-        found = iter(torch.stack(numbers).tolist() if numbers else ())
-        return {name: {**each, "value": next(found)} if "value" in each else each for name, each in own.items()}
+        entries = dict(self._entries[interval])
+        values = {name: entry["value"].to(self._context.device) for name, entry in entries.items() if "value" in entry}
+        if values:
+            numbers = torch.stack(list(values.values())).tolist()
+            for name, number in zip(values, numbers, strict=True):
+                entries[name] = {**entries[name], "value": number}
+        return entries
 
     def _refused(self, name: str, what: str) -> TargetError:
         return TargetError(f"{type(self.module).__name__}: self.log({name!r}): {what}")
@@ -230,27 +277,35 @@ def _add_all(
     device: torch.device | None = None,
 ) -> None:
     """Add plain entries, as tensors."""
-    for name, each in others.items():
-        if "value" in each:
-            each = {**each, "value": torch.tensor(each["value"], dtype=dtype, device=device)}
-        entries[name] = _merged(entries[name], each) if name in entries else each
+    for name, entry in others.items():
+        if "value" in entry:
+            entry = {**entry, "value": torch.tensor(entry["value"], dtype=dtype, device=device)}
+        _add_entry(entries, name, entry)
 
 
-def _merged(one: _Entry, other: _Entry) -> _Entry:
-    reduction = one["reduction"]
+def _add_entry(entries: dict[str, _Entry], name: str, entry: _Entry) -> None:
+    """Add an entry, by its reduction to the one of the same name if there is one."""
+    if name not in entries:
+        entries[name] = entry
+        return
+    present = entries[name]
+    reduction = present["reduction"]
     if reduction == _METRIC:
-        return other
-    if reduction in ("min", "max"):
-        extreme = torch.minimum if reduction == "min" else torch.maximum
-        return {**one, "value": extreme(one["value"], other["value"])}
-    weight = one["weight"] + other["weight"] if reduction == "mean" else 1
-    return {**one, "value": one["value"] + other["value"], "weight": weight}
+        entries[name] = entry
+    elif reduction == "min":
+        entries[name] = {**present, "value": torch.minimum(present["value"], entry["value"])}
+    elif reduction == "max":
+        entries[name] = {**present, "value": torch.maximum(present["value"], entry["value"])}
+    elif reduction == "sum":
+        entries[name] = {**present, "value": present["value"] + entry["value"]}
+    else:
+        weight = present["weight"] + entry["weight"]
+        entries[name] = {**present, "value": present["value"] + entry["value"], "weight": weight}
 
 
 def _copied(state: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Return the state of a metric as tensors of its own: on the CPU for a checkpoint, else on `device`."""
     place = torch.device("cpu") if device is None else device
-
     # A list may hold what isn't a tensor: encoded masks, texts.
     copies: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().to(place, copy=True), dict(state))
     return copies

@@ -31,18 +31,41 @@ from framework.tasks.lightning.trainer import Stage, TrainerView, trainer_of
 from framework.types import Batch, EpochInfo, FitInfo, Interval, LRSchedulerConfig, StepInfo, StepOutput, Stop
 
 _CORE = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
-_SCHEDULE = "_lightning_schedule"  # an optimizer's attribute: the schedule that came with it
+# The attribute of an optimizer that keeps the schedule that came with it.
+_SCHEDULE = "_lightning_schedule"
 
-_STAGES = ("train", "validation", "test")
+# The hooks that are called. Loaders come from `data.datasets`.
 _CALLED = {
-    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_before_optimizer_step"),
-    *("setup", "teardown", "configure_model", "configure_optimizers", "on_after_batch_transfer"),
-    *(f"on_{stage}_{event}" for stage in _STAGES for event in ("start", "end", "epoch_start", "epoch_end")),
-    *(f"on_{stage}_batch_{event}" for stage in _STAGES for event in ("start", "end")),
+    "setup",
+    "teardown",
+    "configure_model",
+    "configure_optimizers",
+    "on_after_batch_transfer",
+    "on_before_optimizer_step",
+    "on_fit_start",
+    "on_fit_end",
+    "on_train_start",
+    "on_train_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_test_start",
+    "on_test_end",
+    "on_test_epoch_start",
+    "on_test_epoch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
 }
-"""The hooks that are called. Loaders come from `data.datasets`."""
 
-_INSTEAD = {  # of hooks that are refused: what to use
+# What to use in place of hooks that are refused.
+_INSTEAD = {
     "backward": "The framework goes backward from the loss that training_step returns.",
     "configure_callbacks": "Write framework callbacks, and list them in the section `callbacks`.",
     "configure_gradient_clipping": "Use trainer.gradient_clip_val and gradient_clip_algorithm.",
@@ -58,6 +81,15 @@ _INSTEAD = {  # of hooks that are refused: what to use
     "on_before_batch_transfer": "Do it in the dataset or the collate function.",
 }
 
+_STEPS = {
+    "train": "training_step",
+    "validation": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+# What `setup` gets in each job; `fit` in training.
+_SETUP_STAGES = {"eval": "test", "predict": "predict", "export": "predict"}
+
 
 @final
 class LightningTask:
@@ -71,71 +103,90 @@ class LightningTask:
         module: Any = model
         _refuse_hooks(module, base, predicts=config.job == "predict")
         self._overridden = {name for name in _CALLED if _overrides(module, base, name)}
+        self._has_test_step = _overrides(module, base, "test_step")
         self._context = context
         self._trains = config.job == "train"
-        self._is_sharded: bool | None = None  # known once a strategy has wrapped the model
-        self._tests = _overrides(module, base, "test_step")  # without it, validation_step does
+        self._accumulated = config.trainer.accumulate_grad_batches
+
         self._trainer = trainer_of(config, context)
         self._trainer._module = weakref.ref(module)
         module.trainer = self._trainer
-        module.setup({"eval": "test", "predict": "predict", "export": "predict"}.get(config.job, "fit"))
+        module.setup(_SETUP_STAGES.get(config.job, "fit"))
         module.configure_model()
         if self._overridden & {"setup", "configure_model"}:
-            module.to(context.device)  # with what these have made
+            # They may have made further modules.
+            module.to(context.device)
+
         utilities = f"{base.__module__.removesuffix('.core.module')}.utilities"
-        data = import_module(f"{utilities}.data")
+        extract_batch_size = import_module(f"{utilities}.data").extract_batch_size
         self._detached = import_module(f"{utilities}.memory").recursive_detach
-        self._log = Log(module, context, infer_batch_size=data.extract_batch_size)
+        self._log = Log(module, context, infer_batch_size=extract_batch_size)
         module.log = self._log.log
-        names = {"train": "training_step", **{stage: f"{stage}_step" for stage in ("validation", "test", "predict")}}
-        self._steps: dict[str, Any] = {stage: getattr(module, name) for stage, name in names.items()}
+
+        self._steps: dict[str, Any] = {stage: getattr(module, name) for stage, name in _STEPS.items()}
         self._num_arguments = {stage: _num_arguments(step) for stage, step in self._steps.items()}
+        # Known once a strategy has wrapped the model.
+        self._is_sharded: bool | None = None
+
+        # Where the task is. `validation` or `test`: which of the module's steps and hooks evaluate the present part.
         self._stage = "validation"
-        self._accumulated = config.trainer.accumulate_grad_batches
-        self._sets: list[str] = []  # of the part that is evaluated
+        self._batches_trained = 0
+        self._batch_idx = 0
+        # The sets of the part that is evaluated, and the argument `dataloader_idx` of those that get one.
+        self._sets: list[str] = []
         self._dataloader_idx: tuple[int, ...] = ()
-        self._batch_idx = self._batches_trained = 0
-        self._has_begun = self._is_set_up = False
-        self._finished: tuple[Any, Batch, int] | None = None  # for on_train_batch_end
+        self._has_called_fit_start = False
+        self._has_begun = False
+        # Outputs, batch and number of the last training batch, for on_train_batch_end.
+        self._finished: tuple[Any, Batch, int] | None = None
 
     # Steps
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
         self._end_batch()
-        number, self._batches_trained = self._batches_trained, self._batches_trained + 1
+        number = self._batches_trained
+        self._batches_trained += 1
         output, batch = self._step("train", model, batch, number)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
+            returned = "None" if output is None else "a dict without a loss"
             raise TargetError(
-                f"{self._name}.training_step returned {'None' if output is None else 'a dict without a loss'}. "
-                "Lightning skips such a batch, but here every process takes part in every step.\n"
-                "Return a loss: 0 * loss trains on nothing."
+                f"{self._name}.training_step returned {returned}. Lightning skips such a batch, but here every process "
+                "takes part in every step.\nReturn a loss: 0 * loss trains on nothing."
             )
         if "on_train_batch_end" in self._overridden:
-            self._finished = self._outputs(output, loss), batch, number
+            self._finished = (self._outputs(output, loss), batch, number)
         return StepOutput(loss, self._log.num_samples)
 
     def _outputs(self, output: Any, loss: Tensor) -> dict[str, Any]:
         """Return what on_train_batch_end gets, as from Lightning: without graphs, and the loss as it accumulates."""
-        others = dict(output) if isinstance(output, Mapping) else {}
-        return {**self._detached(others), "loss": loss.detach().clone() / self._accumulated}
+        outputs = self._detached(dict(output)) if isinstance(output, Mapping) else {}
+        outputs["loss"] = loss.detach().clone() / self._accumulated
+        return outputs
 
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput:
-        number, self._batch_idx = self._batch_idx, self._batch_idx + 1
+        number = self._next_batch_idx()
         output, batch = self._step(self._stage, model, batch, number)
         with self._log.within(self._part, in_step=True):
             self._hook(f"on_{self._stage}_batch_end", output, batch, number, *self._dataloader_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
             return StepOutput(loss, self._log.num_samples)
-        return StepOutput(torch.zeros(()), 0)  # only what is logged counts
+        # Without a loss, only what is logged counts.
+        return StepOutput(torch.zeros(()), 0)
 
     def predict_step(self, model: nn.Module, batch: Batch) -> Any:
-        number, self._batch_idx = self._batch_idx, self._batch_idx + 1
+        number = self._next_batch_idx()
         with self._log.within(None):
             return self._call("predict", model, self._transferred(batch), number)
 
+    def _next_batch_idx(self) -> int:
+        number = self._batch_idx
+        self._batch_idx += 1
+        return number
+
     def _step(self, stage: str, model: nn.Module, batch: Batch, number: int) -> tuple[Any, Batch]:
+        """Call the hook before a batch and the step. Return the step's output and the batch as it was transferred."""
         batch = self._transferred(batch)
         self._log.begin_batch(batch)
         with self._log.within("train" if stage == "train" else self._part, in_step=True):
@@ -153,7 +204,8 @@ class LightningTask:
 
     def _call(self, stage: str, model: nn.Module, batch: Batch, number: int) -> Any:
         """Call a step of the module: through the model's forward if a strategy has wrapped or sharded it."""
-        module, step = self._module, self._steps[stage]
+        module = self._module
+        step = self._steps[stage]
         if self._is_sharded is None:
             self._is_sharded = is_model_sharded(module)
         arguments = (batch, number, *self._dataloader_idx)[: self._num_arguments[stage]]
@@ -161,7 +213,8 @@ class LightningTask:
             return step(*arguments)
 
         def forward(*arguments: Any) -> Any:
-            del module.forward  # inside the step, self(x) is the module's own
+            # Inside the step, self(x) is the module's own forward.
+            del module.forward
             return step(*arguments)
 
         module.forward = forward
@@ -174,7 +227,7 @@ class LightningTask:
 
     def on_sanity_check_start(self) -> None:
         """Call `on_fit_start`, which Lightning calls before the sanity check."""
-        self._is_set_up = True
+        self._has_called_fit_start = True
         self._hook("on_fit_start")
 
     def on_fit_start(self, info: FitInfo) -> None:
@@ -183,18 +236,20 @@ class LightningTask:
                 f"{self._name}.configure_optimizers returns a schedule, and scheduler.schedule chooses another one.\n"
                 "Leave one of them out: scheduler=lightning takes the module's."
             )
+
         self._has_begun = True
         self._trainer.stage = "train"
         self._trainer.global_step = info.start_step
         if info.steps_per_epoch is not None:
             self._trainer.num_training_batches = info.steps_per_epoch * self._accumulated
-        if not self._is_set_up:
+        if not self._has_called_fit_start:
             self._hook("on_fit_start")
         with self._log.within("train"):
             self._hook("on_train_start")
 
-    def on_train_epoch_start(self, report: EpochInfo) -> None:
-        self._trainer.current_epoch, self._batches_trained = report.epoch, 0
+    def on_train_epoch_start(self, info: EpochInfo) -> None:
+        self._trainer.current_epoch = info.epoch
+        self._batches_trained = 0
         with self._log.within("train"):
             self._hook("on_train_epoch_start")
 
@@ -202,12 +257,12 @@ class LightningTask:
         with self._log.within("train", in_step=True):
             self._hook("on_before_optimizer_step", optimizer)
 
-    def on_train_step_end(self, report: StepInfo) -> Stop | None:
-        self._trainer.global_step = report.step
+    def on_train_step_end(self, info: StepInfo) -> Stop | None:
+        self._trainer.global_step = info.step
         self._end_batch()
         return self._stop
 
-    def on_train_epoch_end(self, report: EpochInfo) -> Stop | None:
+    def on_train_epoch_end(self, info: EpochInfo) -> Stop | None:
         with self._log.within("train"):
             self._hook("on_train_epoch_end")
         return self._stop
@@ -220,10 +275,13 @@ class LightningTask:
         self._hook("teardown", "fit")
 
     def _end_batch(self) -> None:
-        if self._finished is not None:
-            finished, self._finished = self._finished, None
-            with self._log.within("train", in_step=True):
-                self._hook("on_train_batch_end", *finished)
+        """Call on_train_batch_end for the last batch: its optimizer step, if it has one, is done."""
+        if self._finished is None:
+            return
+        outputs, batch, number = self._finished
+        self._finished = None
+        with self._log.within("train", in_step=True):
+            self._hook("on_train_batch_end", outputs, batch, number)
 
     @property
     def _stop(self) -> Stop | None:
@@ -233,7 +291,8 @@ class LightningTask:
 
     def on_evaluations_start(self, model: nn.Module, prefixes: Sequence[str]) -> None:
         part = prefixes[0].partition("/")[0]
-        self._stage = "test" if part == "test" and self._tests else "validation"
+        # Without a test_step, validation_step evaluates the test part, too.
+        self._stage = "test" if part == "test" and self._has_test_step else "validation"
         self._sets = list(prefixes)
         self._trainer.stage = self._evaluation_stage
         with self._log.within(self._part):
@@ -244,7 +303,10 @@ class LightningTask:
         self._batch_idx = 0
         name = prefix.partition("/")[2]
         takes_index = self._num_arguments[self._stage] > 2
-        self._dataloader_idx = (self._sets.index(prefix),) if name and takes_index else ()
+        if name and takes_index:
+            self._dataloader_idx = (self._sets.index(prefix),)
+        else:
+            self._dataloader_idx = ()
         self._log.set_name = name
 
     def on_evaluation_end(self) -> None:
@@ -262,8 +324,10 @@ class LightningTask:
         return self._log.reduce("evaluation")
 
     def logged(self, interval: Interval) -> Mapping[str, float]:
-        # Those of an evaluation are read once, by `logged_evaluations`.
-        return {} if interval == "evaluation" else self._log.reduce(interval)
+        # Those of all sets of an evaluation are read once, by `logged_evaluations`.
+        if interval == "evaluation":
+            return {}
+        return self._log.reduce(interval)
 
     @property
     def _evaluation_stage(self) -> Stage:
@@ -279,36 +343,52 @@ class LightningTask:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks: logged values, torchmetrics, and the position in the epoch."""
-        own = {"epoch": self._trainer.current_epoch, "batches": self._batches_trained, "log": self._log.state_dict()}
-        return {"ranks": gather_to_all(own, self._context)}
+        state = {
+            "epoch": self._trainer.current_epoch,
+            "batches": self._batches_trained,
+            "log": self._log.state_dict(),
+        }
+        return {"ranks": gather_to_all(state, self._context)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. With another number of ranks, rank 0 gets the logged values of all."""
-        ranks, rank = state["ranks"], self._context.rank
-        is_same = len(ranks) == self._context.world_size
-        self._trainer.current_epoch, self._batches_trained = ranks[0]["epoch"], ranks[0]["batches"]
-        for number, each in enumerate([ranks[rank]] if is_same else ranks if rank == 0 else ()):
-            self._log.load_state_dict(each["log"], adds=number > 0)
+        states = state["ranks"]
+        rank = self._context.rank
+        self._trainer.current_epoch = states[0]["epoch"]
+        self._batches_trained = states[0]["batches"]
+        if len(states) == self._context.world_size:
+            self._log.load_state_dict(states[rank]["log"])
+        elif rank == 0:
+            self._log.load_state_dict(states[0]["log"])
+            for other in states[1:]:
+                self._log.load_state_dict(other["log"], adds=True)
 
     @contextmanager
     def without_side_effects(self) -> Iterator[None]:
         self._end_batch()
-        log, numbers = self._log.state_dict(), (self._batches_trained, self._batch_idx)
+        log = self._log.state_dict()
+        batches_trained = self._batches_trained
+        batch_idx = self._batch_idx
         yield
         self._log.load_state_dict(log)
-        self._batches_trained, self._batch_idx = numbers
+        self._batches_trained = batches_trained
+        self._batch_idx = batch_idx
         self._finished = None
 
     @property
     def _module(self) -> Any:
-        return self._log.module  # no attribute of its own: its parameters aren't the task's
+        # Not an attribute of the task, whose parameters are not those of the model.
+        return self._log.module
 
     @property
     def _name(self) -> str:
         return type(self._module).__name__
 
     def _hook(self, name: str, *arguments: Any) -> Any:
-        return getattr(self._module, name)(*arguments) if name in self._overridden else None
+        """Call the module's hook and return what it returns; None for one that it doesn't override."""
+        if name not in self._overridden:
+            return None
+        return getattr(self._module, name)(*arguments)
 
 
 def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps: int | None = None) -> Optimizer:
@@ -317,29 +397,61 @@ def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps
     params: the model's. For others, which serve to measure the optimizer's state, return one with the same settings.
     Raises ConfigError if there is no optimizer, or more than one.
     """
-    module, name = cast("Any", model), type(model).__name__
+    module = cast("Any", model)
+    name = type(model).__name__
     base = _base_of(model)
     if not isinstance(module._trainer, TrainerView):
         raise ConfigError(f"optimizer=lightning takes the optimizer of {name}. Use task=lightning, too.")
-    is_probe = bool(params) and not {id(each) for each in params} & {id(each) for each in model.parameters()}
-    if is_probe and (built := module.trainer._built_optimizer()) is not None:  # made once: the module may keep it
+
+    own_ids = {id(parameter) for parameter in model.parameters()}
+    is_probe = bool(params) and all(id(parameter) not in own_ids for parameter in params)
+    built = module.trainer._built_optimizer()
+    if is_probe and built is not None:
+        # configure_optimizers is called once: the module may keep what it returns.
         return _like(built, params)
-    trainer = module.trainer
-    trainer.estimated_stepping_batches = math.inf if total_steps is None else total_steps
-    if total_steps is not None and trainer.max_epochs is not None and trainer.max_steps == -1:
-        trainer.num_training_batches = total_steps // trainer.max_epochs * trainer.accumulate_grad_batches
+
+    _set_length(module.trainer, total_steps)
     if not _overrides(module, base, "configure_optimizers"):
         raise ConfigError(f"{name} has no configure_optimizers. Write one, or choose an option: optimizer=adam")
-    given = module.configure_optimizers()
-    if given is None:
+    configured = module.configure_optimizers()
+    if configured is None:
         raise ConfigError(
             f"{name}.configure_optimizers returned None, so nothing would be trained.\nReturn an optimizer, or choose "
             "one here: optimizer=adam"
         )
-    theirs = import_module(base.__module__.replace(".module", ".optimizer"))  # the forms that Lightning documents
+    optimizer, schedule = _parsed(configured, base, name)
+    if is_probe:
+        return _like(optimizer, params)
+
+    module.trainer._built_optimizer = weakref.ref(optimizer)
+    if len(optimizer.param_groups) > 1:
+        for number, group in enumerate(optimizer.param_groups):
+            # The name of its learning rate in the logs.
+            group.setdefault("name", str(number))
+    if schedule is not None:
+        setattr(optimizer, _SCHEDULE, schedule)
+    return optimizer
+
+
+def _set_length(trainer: TrainerView, total_steps: int | None) -> None:
+    """Set the attributes by which configure_optimizers may ask for the length of the run."""
+    trainer.estimated_stepping_batches = math.inf if total_steps is None else total_steps
+    # The view also has the keys of the section `trainer`.
+    settings: Any = trainer
+    if total_steps is not None and settings.max_epochs is not None and trainer.max_steps == -1:
+        steps_per_epoch = total_steps // settings.max_epochs
+        trainer.num_training_batches = steps_per_epoch * settings.accumulate_grad_batches
+
+
+def _parsed(configured: Any, base: type, name: str) -> tuple[Optimizer, LRSchedulerConfig | None]:
+    """Return the optimizer and the schedule of what configure_optimizers returned, in one of Lightning's forms.
+
+    Raises ConfigError if there is more than one of them.
+    """
+    lightning_optimizer = import_module(base.__module__.replace(".module", ".optimizer"))
     try:
-        optimizers, schedulers, monitor = theirs._configure_optimizers(given)
-        configs = theirs._configure_schedulers_automatic_opt(schedulers, monitor)
+        optimizers, schedulers, monitor = lightning_optimizer._configure_optimizers(configured)
+        configs = lightning_optimizer._configure_schedulers_automatic_opt(schedulers, monitor)
     except Exception as error:
         raise ConfigError(f"{name}.configure_optimizers: {error}") from error
     if len(optimizers) != 1:
@@ -349,23 +461,19 @@ def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps
             f"{name}.configure_optimizers returned {len(configs)} schedules of one optimizer. Return one: "
             "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR joins several."
         )
-    (optimizer,) = optimizers
-    if is_probe:
-        return _like(optimizer, params)
-    module.trainer._built_optimizer = weakref.ref(optimizer)
-    for number, group in enumerate(optimizer.param_groups if len(optimizer.param_groups) > 1 else ()):
-        group.setdefault("name", str(number))  # of its learning rate in the logs
-    for each in configs:
-        setattr(optimizer, _SCHEDULE, _schedule(each, name))
-    return cast("Optimizer", optimizer)
+    schedule = _schedule(configs[0], name) if configs else None
+    return optimizers[0], schedule
 
 
 def _like(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
     """Return an optimizer of `params` with the same settings, and without hooks."""
     probe = copy.copy(optimizer)
-    vars(probe).pop("step", None)  # a schedule's, which steps the original
-    probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    probe.state, probe.param_groups = defaultdict(dict), []
+    # A schedule's method, which steps the original.
+    vars(probe).pop("step", None)
+    probe._optimizer_step_pre_hooks = OrderedDict()
+    probe._optimizer_step_post_hooks = OrderedDict()
+    probe.state = defaultdict(dict)
+    probe.param_groups = []
     probe.add_param_group({"params": list(params)})
     return probe
 
@@ -410,12 +518,14 @@ def _refuse_hooks(module: Any, base: type, *, predicts: bool) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         _refuse_several(name, "automatic_optimization=False")
-    hooks = {each for each in dir(base) if each.startswith(("on_", "configure_"))} | _INSTEAD.keys()
-    if not predicts:  # Lightning doesn't call them either
-        hooks = {each for each in hooks if not each.startswith("on_predict_")}
-    refused = sorted(each for each in hooks - _CALLED if _overrides(module, base, each))
-    if refused:
-        lines = [f"  {each}: {_INSTEAD.get(each, 'Leave it out.')}" for each in refused]
+    hooks = {hook for hook in dir(base) if hook.startswith(("on_", "configure_"))} | _INSTEAD.keys()
+    lines = []
+    for hook in sorted(hooks - _CALLED):
+        # In other jobs than job=predict, Lightning doesn't call hooks of predictions either.
+        is_called = predicts or not hook.startswith("on_predict_")
+        if is_called and _overrides(module, base, hook):
+            lines.append(f"  {hook}: {_INSTEAD.get(hook, 'Leave it out.')}")
+    if lines:
         raise ConfigError("\n".join([f"{name} overrides hooks that have no counterpart here:", *lines]))
 
 
@@ -434,6 +544,8 @@ def _refuse_several(name: str, what: str) -> NoReturn:
 
 def _num_arguments(step: Any) -> int:
     """Return how many of (batch, batch_idx, dataloader_idx) a step takes."""
-    kinds = [each.kind for each in inspect.signature(step).parameters.values()]
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return 3 if inspect.Parameter.VAR_POSITIONAL in kinds else sum(kind in named for kind in kinds)
+    kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return 3
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len([kind for kind in kinds if kind in positional])

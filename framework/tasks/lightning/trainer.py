@@ -15,7 +15,10 @@ from framework.errors import ConfigError
 Stage = Literal["train", "sanity_check", "validate", "test", "predict"]
 
 _JOB_STAGES: dict[str, Stage] = {"eval": "test", "predict": "predict", "export": "predict"}
-_KEPT_AS = "_lightning_trainer"  # an attribute of the context
+# The attribute of the context that keeps the rank's TrainerView.
+_KEPT_AS = "_lightning_trainer"
+# Attributes that only raise an error, or are the framework's own.
+_NOT_OFFERED = ("logger", "stage")
 
 
 class TrainerAttributeError(ConfigError, AttributeError):
@@ -90,17 +93,19 @@ class TrainerView:
         return [] if built is None else [built]
 
     def __deepcopy__(self, memo: object) -> TrainerView:
-        return self  # a copied module, such as one of averaged weights, is part of the same run
+        """Return the view itself: a copied module, such as one of averaged weights, is part of the same run."""
+        return self
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and hasattr(self._settings, name):
-            return getattr(self._settings, name)
         if name.startswith("_"):
             raise AttributeError(name)
-        own = [each for each in (*vars(self), *vars(type(self))) if each[0] != "_" and each not in ("logger", "stage")]
+        if hasattr(self._settings, name):
+            return getattr(self._settings, name)
+        attributes = {*vars(self), *vars(type(self))}
+        public = [each for each in attributes if not each.startswith("_") and each not in _NOT_OFFERED]
         raise TrainerAttributeError(
             f"There is no self.trainer.{name}: the framework trains, not Lightning's Trainer. Available are "
-            f"{', '.join(sorted(own))}, and the keys of the section `trainer`."
+            f"{', '.join(sorted(public))}, and the keys of the section `trainer`."
         )
 
 
@@ -125,5 +130,6 @@ def trainer_of(config: Config, context: Context) -> TrainerView:
     view: TrainerView | None = vars(context).get(_KEPT_AS)
     if view is None:
         view = TrainerView(config, context)
-        object.__setattr__(context, _KEPT_AS, view)  # frozen, but it lives as long as this rank's run
+        # The context is frozen, but lives as long as this rank's run.
+        object.__setattr__(context, _KEPT_AS, view)
     return view
