@@ -15,8 +15,11 @@ FOLDERS = (
     "docs",
     "examples",
     "framework/api",
+    "framework/callbacks",
     "framework/config",
+    "framework/loggers",
     "framework/system",
+    "framework/tasks",
     "recipes",
     "tests",
 )
