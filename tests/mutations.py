@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,6 +82,12 @@ def definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]
             yield from definitions(node, prefix)
 
 
+@cache
+def defined_names(source: str) -> frozenset[str]:
+    """Return the qualified names that a module defines. Parsing all modules takes a second, so it is done once."""
+    return frozenset(name for name, _ in definitions(ast.parse(source)))
+
+
 def parsed(mutation: Mutation) -> tuple[ast.AST, ast.AST]:
     """Return `old` and `new` as expressions, or as statements unless both are expressions."""
     (old,) = ast.parse(mutation.old).body
@@ -98,8 +105,7 @@ def place_of(mutation: Mutation, sources: dict[Path, str]) -> Place:
     num_definitions = 0
     places: list[Place] = []
     for path, source in sources.items():
-        # Parsing takes most of the time: leave out modules that can't define the name.
-        if not all(part in source for part in mutation.within.split(".")):
+        if mutation.within not in defined_names(source):
             continue
         tree = ast.parse(source)
         for name, definition in definitions(tree):
