@@ -33,7 +33,8 @@ def group_by_dtype(tensors: Iterable[Tensor], *, cap_bytes: float) -> Iterator[l
         for tensor in kind:
             if group and size + tensor.nbytes > cap_bytes:
                 yield group
-                group, size = [], 0
+                group = []
+                size = 0
             group.append(tensor)
             size += tensor.nbytes
         yield group
@@ -74,7 +75,8 @@ def average_gradients(
         if work is not None:
             work.wait()
         *means, flags = flat.split([*(gradient.numel() for gradient in gradients), len(group)])
-        torch._foreach_copy_(gradients, [mean.view_as(each) for mean, each in zip(means, gradients, strict=True)])
+        shaped_means = [mean.view_as(gradient) for mean, gradient in zip(means, gradients, strict=True)]
+        torch._foreach_copy_(gradients, shaped_means)
         has_gradient = flags.tolist() if missing else []
         for number in missing:
             if has_gradient[number] == 0:
@@ -84,11 +86,12 @@ def average_gradients(
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = None, source: int = 0) -> None:
     """Give all ranks of `group` (None: of the run) rank `source`'s values, in place. Every rank of it must call it."""
-    for each in group_by_dtype(tensors, cap_bytes=_BROADCAST_CAP_BYTES):
-        flat = torch.cat([tensor.reshape(-1) for tensor in each])
+    for bucket in group_by_dtype(tensors, cap_bytes=_BROADCAST_CAP_BYTES):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=source)
-        parts = zip(flat.split([tensor.numel() for tensor in each]), each, strict=True)
-        torch._foreach_copy_(each, [part.view_as(tensor) for part, tensor in parts])
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        values = [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)]
+        torch._foreach_copy_(bucket, values)
 
 
 class SyncedBuffers(Strategy):
@@ -102,11 +105,13 @@ class SyncedBuffers(Strategy):
         self._context = context
         self._broadcasts_buffers = broadcast_buffers and context.world_size > 1
         self.buffers_differ = not broadcast_buffers and context.world_size > 1
-        self._begins_step = True  # the next forward is the first of a step
+        # The next forward is the first of a step.
+        self._begins_step = True
         self._waiting: Waiting | None = None
 
     def broadcast_buffers(self, model: nn.Module, *, source: int) -> None:
-        if self._broadcasts_buffers and source:  # rank 0's come with the next step
+        # Those of rank 0 come with the next step.
+        if self._broadcasts_buffers and source != 0:
             self._broadcast(model, source=source)
 
     def before_evaluation(self, model: nn.Module) -> None:
@@ -136,7 +141,8 @@ class SyncedBuffers(Strategy):
         self._begins_step = synchronise
 
     def _broadcast(self, model: nn.Module, *, source: int = 0) -> None:
-        buffers = list(self.unwrap(model).buffers())  # listed each time: a model may replace them
+        # Listed each time, since a model may replace them.
+        buffers = list(self.unwrap(model).buffers())
         if buffers:
             with self._reported_as_waiting():
                 broadcast(buffers, source=source)

@@ -60,7 +60,8 @@ class DDP(SyncedBuffers):
         self.mixes_samples = sync_batchnorm
         if sync_batchnorm:
             _check_sync_batchnorm(context)
-            self.buffers_differ = False  # statistics over all samples are the same on all ranks
+            # Statistics over all samples are the same on all ranks.
+            self.buffers_differ = False
         self._options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -68,19 +69,29 @@ class DDP(SyncedBuffers):
             "static_graph": static_graph,
         }
         # Buffers are broadcast by `accumulate`. Newer versions of torch deprecate the second name.
-        known = inspect.signature(DistributedDataParallel.__init__).parameters
-        self._options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+        ddp_keywords = inspect.signature(DistributedDataParallel.__init__).parameters
+        if "forward_sync_buffers" in ddp_keywords:
+            self._options["forward_sync_buffers"] = False
+        else:
+            self._options["broadcast_buffers"] = False
         # After how many exchanges DDP rebuilds its buckets: never if it looks for unused parameters; with a static
         # graph the first exchange only counts gradients, and the second notes their order.
-        self._rebuilt_after = 2 if static_graph else int(not find_unused_parameters)
+        self._rebuilt_after = 1
+        if static_graph:
+            self._rebuilt_after = 2
+        elif find_unused_parameters:
+            self._rebuilt_after = 0
         self._hook, hook_options = parse_comm_hook(comm_hook)
         self._powersgd = None
         if self._hook == POWERSGD:
             self._powersgd = PowerSGD(hook_options, context=context, cap_mb=bucket_cap_mb)
-        self._must_report = False  # this step's waiting hasn't been reported yet
+        # This step's waiting hasn't been reported yet.
+        self._must_report = False
         self._exchanges = 0
-        self._order: list[str] = []  # names of parameters, as their gradients came in the first exchange
-        self._handles: list[RemovableHandle] = []  # of hooks on parameters
+        # Names of parameters, as their gradients came in the first exchange.
+        self._order: list[str] = []
+        # Of hooks on parameters.
+        self._handles: list[RemovableHandle] = []
 
     def costs(self) -> StrategyCosts:
         keeps_errors = self._powersgd is not None and self._powersgd.keeps_errors
@@ -106,7 +117,8 @@ class DDP(SyncedBuffers):
                 "strategy.static_graph=true can't go with a task that has phases: each uses other parameters.\n"
                 "Use strategy.static_graph=false."
             )
-        self._options["find_unused_parameters"], self._rebuilt_after = True, 0
+        self._options["find_unused_parameters"] = True
+        self._rebuilt_after = 0
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model in DistributedDataParallel.
@@ -136,10 +148,13 @@ class DDP(SyncedBuffers):
         trained(model, strategy="ddp")
         if self._powersgd is not None:
             check_dense(model, strategy=f"ddp with comm_hook={self._hook}")
-        self._exchanges, self._order = 0, []
-        devices = self._context.devices
+        self._exchanges = 0
+        self._order = []
         # DDP refuses device_ids for a replica on the CPU or on several devices.
-        device_ids = [devices[0].index] if len(devices) == 1 and devices[0].index is not None else None
+        devices = self._context.devices
+        device_ids = None
+        if len(devices) == 1 and devices[0].index is not None:
+            device_ids = [devices[0].index]
         wrapped = DistributedDataParallel(model, device_ids=device_ids, init_sync=init_sync, **self._options)
         if self._powersgd is not None:
             self._powersgd.register(wrapped)
@@ -185,7 +200,8 @@ class DDP(SyncedBuffers):
             return False
         assert isinstance(model, DistributedDataParallel)
         self._waiting = waiting
-        last = [parameter for parameter in model.module.parameters() if parameter.requires_grad][-1]
+        trained_parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+        last = trained_parameters[-1]
         self._handles.append(last.register_post_accumulate_grad_hook(self._report_when_backward_ends))
         return True
 
@@ -241,10 +257,13 @@ class DDP(SyncedBuffers):
 
 def auto(*, context: Context, **options: Any) -> Single | DDP:
     """Return `Single` for one process, else `DDP` with these keywords: the config needn't know how many there are."""
-    return Single(context=context) if context.world_size == 1 else DDP(context=context, **options)
+    if context.world_size == 1:
+        return Single(context=context)
+    return DDP(context=context, **options)
 
 
-auto.__signature__ = inspect.signature(DDP)  # type: ignore[attr-defined]  # by which keywords are checked
+# By which keywords are checked.
+auto.__signature__ = inspect.signature(DDP)  # type: ignore[attr-defined]
 
 
 @final
@@ -253,7 +272,8 @@ class _OrderedGradients(nn.Module):
 
     def __init__(self, model: nn.Module, order: Sequence[str]) -> None:
         super().__init__()
-        self.model = model  # for DDP, which looks for the buffers
+        # For DDP, which looks for the buffers.
+        self.model = model
         parameters = dict(model.named_parameters())
         self._in_order = [parameters[name] for name in order]
 
@@ -268,23 +288,27 @@ class _OrderedGradients(nn.Module):
 
 def _exchange_in_order(model: DistributedDataParallel, order: Sequence[str]) -> None:
     """Run one backward through DDP without the model's own code, after which its buckets follow `order`."""
-    module, compiled = model.module, model._compiled_call_impl
-    # Not through a compiled call, which would decide on the order itself.
-    model.module, model._compiled_call_impl = _OrderedGradients(module, order), None
+    module = model.module
+    compiled_call = model._compiled_call_impl
+    model.module = _OrderedGradients(module, order)
+    # A compiled call would decide on the order itself.
+    model._compiled_call_impl = None
     try:
         model().backward()
     finally:
-        model.module, model._compiled_call_impl = module, compiled
+        model.module = module
+        model._compiled_call_impl = compiled_call
         model.zero_grad(set_to_none=True)
 
 
 def _check_unused(model: nn.Module, error: RuntimeError) -> None:
     """Raise ConfigError if DDP refused a forward because parameters had no gradient before, with their names."""
-    found = _UNUSED.search(str(error))
-    if found is None:
+    match = _UNUSED.search(str(error))
+    if match is None:
         return
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    unused = [names[int(index)] for index in found[1].split() if int(index) < len(names)]
+    indices = [int(index) for index in match[1].split()]
+    unused = [names[index] for index in indices if index < len(names)]
     raise ConfigError(
         f"strategy=ddp needs a gradient of every parameter, and in the step before {len(unused)} of {len(names)} "
         f"had none: {', '.join(unused)}.\n"

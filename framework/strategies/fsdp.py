@@ -66,7 +66,10 @@ class FSDP(SyncedBuffers):
         check_one_device(context, option="strategy=fsdp")
         check_gpus_are_connected(context, option="strategy=fsdp")
         super().__init__(context, broadcast_buffers=broadcast_buffers)
-        self._classes = None if wrap == AUTO else frozenset([wrap] if isinstance(wrap, str) else wrap)
+        # Names of classes to wrap; None for `auto`.
+        self._classes: frozenset[str] | None = None
+        if wrap != AUTO:
+            self._classes = frozenset([wrap] if isinstance(wrap, str) else wrap)
         self._min_num_params = min_num_params
         self._reshard_after_forward = reshard_after_forward
         self._policy = _parse_policy(mp_policy)
@@ -103,13 +106,15 @@ class FSDP(SyncedBuffers):
         parameter without dimensions.
         """
         for parameter in model.parameters():
-            parameter.data = parameter.data.contiguous()  # as it is gathered, also with trainer.channels_last
+            # As it is gathered, also with trainer.channels_last.
+            parameter.data = parameter.data.contiguous()
         check_dense(model, strategy="fsdp")
         modules = self._modules_to_wrap(model)
         if self._context.world_size > 1:
             # As DDP does: ranks begin with the same weights, even if the model draws others.
             broadcast([*model.parameters(), *model.buffers()])
-        mesh, dtype = self._make_mesh(), next((each.dtype for each in model.parameters()), None)
+        mesh = self._make_mesh()
+        dtype = next((parameter.dtype for parameter in model.parameters()), None)
         for module in modules:
             fully_shard(
                 module,
@@ -142,23 +147,29 @@ class FSDP(SyncedBuffers):
         else:
             chosen = set(by_class(model, self._classes, key="strategy.wrap"))
         if self._policy.param_dtype is not None:
-            chosen.update(filter(_has_statistics, model.modules()))  # they have a policy of their own
+            # Those with statistics have a policy of their own.
+            chosen.update(module for module in model.modules() if _has_statistics(module))
         chosen.discard(model)
-        return [*(module for module in reversed(list(model.modules())) if module in chosen), model]
+        children_first = reversed(list(model.modules()))
+        return [module for module in children_first if module in chosen] + [model]
 
     def _make_mesh(self) -> DeviceMesh:
         """Return the mesh of all ranks; with several copies its first dimension is that of the copies."""
-        context, degree = self._context, self._num_shards
+        context = self._context
         # Given explicitly: torch would take a GPU if there is one, even for a run on the CPU.
         kind = context.device.type
         # Groups of our own: those that init_device_mesh makes have torch's time-out, half an hour.
-        if degree == context.world_size:
+        if self._num_shards == context.world_size:
             default_group = dist.distributed_c10d._get_default_group()
             mesh = DeviceMesh.from_group(default_group, kind, mesh_dim_names=("shard",))
         else:
-            ranks = torch.arange(context.world_size).view(-1, degree)
-            groups = [new_subgroup(each.tolist(), context) for each in (ranks.T, ranks)]
-            mesh = DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicate", "shard"))
+            # A row for each copy of the model; ranks in a column have the same shard.
+            ranks = torch.arange(context.world_size).view(-1, self._num_shards)
+            replicate_group = new_subgroup(ranks.T.tolist(), context)
+            shard_group = new_subgroup(ranks.tolist(), context)
+            mesh = DeviceMesh.from_group(
+                [replicate_group, shard_group], kind, ranks, mesh_dim_names=("replicate", "shard")
+            )
         self.groups = mesh.get_all_groups()
         return mesh
 
@@ -181,24 +192,39 @@ def _shard_degree(given: int | str | None, context: Context) -> int:
 def _by_size(model: nn.Module, at_least: int) -> Iterator[nn.Module]:
     """Yield modules with `at_least` parameters that are in no module yielded before, children before their parents."""
     uses = _count_uses(model)
-    whole = [module for module in model.modules() if isinstance(module, READ_FROM_OUTSIDE)]
-    hidden = {inner for module in whole for inner in module.modules() if inner is not module}
+    excluded = _never_wrapped(model)
+    # Ids of the parameters in the modules yielded before.
     taken: set[int] = set()
     for module in reversed(list(model.modules())):
-        # The output of attention is a view, and torch warns of what may be done to one that a wrapped module gave.
-        if module is model or module in hidden or not has_forward(module) or isinstance(module, nn.MultiheadAttention):
+        if module in excluded or not has_forward(module):
             continue
-        rest = {id(each): each.numel() for each in module.parameters() if id(each) not in taken}
-        here = _count_uses(module)
+        sizes = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
+        uses_inside = _count_uses(module)
         # A parameter that others use too must be gathered for them: it is left to a module that has all of them in it.
-        if sum(rest.values()) >= at_least and all(uses[each] == here[each] for each in rest):
-            taken.update(rest)
+        is_used_outside = any(uses[each] != uses_inside[each] for each in sizes)
+        if sum(sizes.values()) >= at_least and not is_used_outside:
+            taken.update(sizes)
             yield module
+
+
+def _never_wrapped(model: nn.Module) -> set[nn.Module]:
+    """Return the model, attention, and modules whose weights others read without calling them."""
+    modules = {model}
+    for module in model.modules():
+        if isinstance(module, READ_FROM_OUTSIDE):
+            modules.update(inner for inner in module.modules() if inner is not module)
+        # Its output is a view, and torch warns of what may be done to one that a wrapped module gave.
+        if isinstance(module, nn.MultiheadAttention):
+            modules.add(module)
+    return modules
 
 
 def _count_uses(model: nn.Module) -> Counter[int]:
     """Return in how many places each parameter is, by its id."""
-    return Counter(id(each) for module in model.modules() for each in module._parameters.values() if each is not None)
+    uses: Counter[int] = Counter()
+    for module in model.modules():
+        uses.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
+    return uses
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
@@ -216,14 +242,19 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def _parse_policy(given: Any) -> MixedPrecisionPolicy:
     """Return the policy of `{param_dtype: NAME, reduce_dtype: NAME}`. Raises ConfigError for another key or name."""
-    keys, names = ("param_dtype", "reduce_dtype"), (None, *_DTYPES)
-    given = {} if given is None else given
+    if given is None:
+        return MixedPrecisionPolicy()
+    keys = ("param_dtype", "reduce_dtype")
+    names = (None, *_DTYPES)
     if not isinstance(given, Mapping) or not all(key in keys and name in names for key, name in given.items()):
         raise ConfigError(
-            f"strategy.mp_policy={given}: it has {' and '.join(keys)}, each one of {', '.join(_DTYPES)}, or null."
+            f"strategy.mp_policy={given}: it has param_dtype and reduce_dtype, each one of {', '.join(_DTYPES)}, or "
+            "null."
         )
-    param_dtype, reduce_dtype = (_DTYPES.get(str(given.get(key))) for key in keys)
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    return MixedPrecisionPolicy(
+        param_dtype=_DTYPES.get(str(given.get("param_dtype"))),
+        reduce_dtype=_DTYPES.get(str(given.get("reduce_dtype"))),
+    )
 
 
 def _policy_of(

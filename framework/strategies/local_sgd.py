@@ -64,13 +64,16 @@ class LocalSGD(AllReduce):
         if every_n_steps < 1:
             raise ConfigError(f"strategy.every_n_steps={every_n_steps} must be 1 or more: steps between two averages.")
         super().__init__(context=context, broadcast_buffers=broadcast_buffers, bucket_cap_mb=bucket_cap_mb)
-        self._every, self._warmup = every_n_steps, warmup_steps
+        self._every = every_n_steps
+        self._warmup = warmup_steps
         self._outer: dict[str, Any] = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
-        # In the order of the trained parameters.
-        self._anchors: dict[str, Tensor] = {}  # empty until ranks step by themselves
-        self._momentum: dict[str, Tensor] = {}  # of the outer SGD, empty if it has none
+        # In the order of the trained parameters; empty until ranks step by themselves.
+        self._anchors: dict[str, Tensor] = {}
+        # Of the outer SGD; empty if it has none.
+        self._momentum: dict[str, Tensor] = {}
         self._steps = 0
-        self._source = 0  # the rank whose buffers are broadcast with the next average
+        # The rank whose buffers are broadcast with the next average.
+        self._source = 0
         self.replicas_differ = not self._is_alone
 
     def costs(self) -> StrategyCosts:
@@ -144,7 +147,8 @@ class LocalSGD(AllReduce):
         """
         weights: list[Tensor] = list(self._trained.values()) if self._anchors else []
         buffers = list(model.buffers()) if self._broadcasts_buffers else []
-        own = [each.detach().clone() for each in (*weights, *buffers)]
+        replaced = [*weights, *buffers]
+        own_values = [tensor.detach().clone() for tensor in replaced]
         with torch.no_grad():
             if weights:
                 torch._foreach_copy_(weights, torch._foreach_sub(list(self._anchors.values()), self._outer_gradients()))
@@ -153,8 +157,8 @@ class LocalSGD(AllReduce):
             yield
         finally:
             with torch.no_grad():
-                for each, value in zip((*weights, *buffers), own, strict=True):
-                    each.copy_(value)
+                for tensor, value in zip(replaced, own_values, strict=True):
+                    tensor.copy_(value)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return what is equal on all ranks: the number of steps, the anchors and the outer momentum, not copied.
@@ -168,9 +172,8 @@ class LocalSGD(AllReduce):
         self._steps = state.get("steps", 0)
         if state.get("anchor"):
             self._set_anchors()
-            for own, key in ((self._anchors, "anchor"), (self._momentum, "momentum")):
-                for name in own.keys() & state[key].keys():
-                    own[name].copy_(state[key][name])
+            _copy_by_name(state["anchor"], self._anchors)
+            _copy_by_name(state["momentum"], self._momentum)
 
     def _exchanges_gradients(self) -> bool:
         return super()._exchanges_gradients() and self._steps < self._warmup
@@ -179,8 +182,9 @@ class LocalSGD(AllReduce):
         """Take the weights, which are equal on all ranks now, as anchors."""
         self._anchors = {name: weight.detach().clone() for name, weight in self._trained.items()}
         if self._outer["momentum"]:
+            before = self._momentum
             self._momentum = {
-                name: self._momentum.get(name, torch.zeros_like(each)) for name, each in self._anchors.items()
+                name: before.get(name, torch.zeros_like(anchor)) for name, anchor in self._anchors.items()
             }
 
     @torch.no_grad()
@@ -196,8 +200,8 @@ class LocalSGD(AllReduce):
 
     def _outer_gradients(self) -> list[Tensor]:
         """Return each anchor minus the mean of the ranks' weights."""
-        anchors, weights = self._anchors.values(), self._trained.values()
-        for anchor, weight in zip(anchors, weights, strict=True):
+        anchors = self._anchors.values()
+        for anchor, weight in zip(anchors, self._trained.values(), strict=True):
             anchor.grad = anchor - weight
         if not self._is_alone:
             average_gradients(anchors, cap_bytes=self._cap_bytes, begin_mean=self.begin_mean)
@@ -205,3 +209,9 @@ class LocalSGD(AllReduce):
         for anchor in anchors:
             anchor.grad = None
         return gradients
+
+
+def _copy_by_name(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    """Copy the values of the names that both have."""
+    for name in source.keys() & target.keys():
+        target[name].copy_(source[name])

@@ -37,26 +37,28 @@ def chosen(model: nn.Module, patterns: Any, *, key: str) -> list[nn.Parameter]:
     Raises ConfigError for a pattern that matches nothing, unless the model is cut into stages.
     """
     named = dict(model.named_parameters())
-    given = patterns if isinstance(patterns, list) else [patterns]
-    found: dict[str, nn.Parameter] = {}
-    for number, each in enumerate(given):
-        pattern = Pattern(each, key=f"{key}.{number}" if isinstance(patterns, list) else key)
-        own = {name: parameter for name, parameter in named.items() if pattern.matches(name, ndim=parameter.ndim)}
-        if not own and layout_of(model) is None:
+    if isinstance(patterns, list):
+        parsed = [Pattern(pattern, key=f"{key}.{number}") for number, pattern in enumerate(patterns)]
+    else:
+        parsed = [Pattern(patterns, key=key)]
+
+    parameters: dict[str, nn.Parameter] = {}
+    for pattern in parsed:
+        matching = {name: parameter for name, parameter in named.items() if pattern.matches(name, ndim=parameter.ndim)}
+        if not matching and layout_of(model) is None:
             raise pattern.refused(named)
-        found |= own
-    return list(found.values())
+        parameters |= matching
+    return list(parameters.values())
 
 
 def check_dense(model: nn.Module, *, strategy: str) -> None:
     """Raise ConfigError if a module to train has sparse gradients, as nn.Embedding(sparse=True) does."""
-    names = [
-        f"{name}.{own}".lstrip(".")
-        for name, module in model.named_modules()
-        if getattr(module, "sparse", False) is True
-        for own, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad
-    ]
+    names = []
+    for module_name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            for name, parameter in module.named_parameters(recurse=False, prefix=module_name):
+                if parameter.requires_grad:
+                    names.append(name)
     if names:
         raise ConfigError(
             f"strategy={strategy} averages dense gradients, and there is a sparse one: {', '.join(names)}.\n"
@@ -69,14 +71,15 @@ def check_same_change(changed: Mapping[str, bool], context: Context, *, group: d
 
     changed: name → whether it is trained now, for the parameters where that has changed.
     """
-    of_ranks = gather_to_all(dict(changed), context, group=group)
-    if all(each == changed for each in of_ranks):
+    changes = gather_to_all(dict(changed), context, group=group)
+    if all(change == changed for change in changes):
         return
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    described = (described_change(each) or "nothing" for each in of_ranks[:_SHOWN])
-    shown = "".join(f"\n  rank {rank}: {change}" for rank, change in zip(ranks, described, strict=False))
+    lines = []
+    for rank, change in list(zip(ranks, changes, strict=True))[:_SHOWN]:
+        lines.append(f"\n  rank {rank}: {described_change(change) or 'nothing'}")
     raise RunError(
-        f"The ranks would train different parameters from here on. What has changed: {shown}\n"
+        f"The ranks would train different parameters from here on. What has changed: {''.join(lines)}\n"
         "Set requires_grad on every rank, after the same step; it must not depend on the rank or on its samples."
     )
 
@@ -117,14 +120,18 @@ class Trainable:
 
         A gradient left on a frozen parameter is dropped, since the optimizer would apply it.
         """
-        before, self._flags = self._flags, list(map(_requires_grad, self._named.values()))
+        before = self._flags
+        self._flags = list(map(_requires_grad, self._named.values()))
         self.parameters = list(itertools.compress(self._named.values(), self._flags))
         self.names = list(itertools.compress(self._named, self._flags))
         for parameter in self._named.values():
             if not parameter.requires_grad:
                 parameter.grad = None
-        pairs = zip(self._named, before, self._flags, strict=True)
-        return {name: flag for name, was, flag in pairs if flag is not was}
+        changed = {}
+        for name, flag_before, flag in zip(self._named, before, self._flags, strict=True):
+            if flag is not flag_before:
+                changed[name] = flag
+        return changed
 
     def restore(self, names: Collection[str]) -> None:
         """Make the parameters of these names require a gradient, and no others."""
