@@ -12,7 +12,8 @@ from framework.checkpoint.writer import check_plain
 from framework.config.schema import Config
 from framework.data.batching import plan_batches
 from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, dataset_size, worker_count
-from framework.data.stream import StreamLoader, StreamPlan
+from framework.data.stream import StreamLoader
+from framework.data.stream_reader import StreamPlan
 from framework.engine import build
 from framework.engine.data_checks import check_streams
 from framework.engine.limits import first_samples, train_size

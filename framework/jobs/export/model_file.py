@@ -28,7 +28,7 @@ from framework.config.targets import check_targets
 from framework.config.topology import Topology
 from framework.data.batch_dataset import BatchDataset, BatchKey
 from framework.data.loader import dataset_size
-from framework.data.stream import first_batch
+from framework.data.stream_reader import first_batch
 from framework.distributed.context import Context
 from framework.engine import build
 from framework.engine.assemble import assemble

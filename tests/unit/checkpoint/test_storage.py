@@ -163,7 +163,7 @@ def test_a_refusing_storage_is_reported_and_training_continues() -> None:
 
 class ManifestFirst(Memory):
     def write(self, checkpoint: str, files: Mapping[str, Callable[[Any], object]]) -> None:
-        super().write(checkpoint, dict(reversed(files.items())))
+        super().write(checkpoint, dict(list(files.items())[::-1]))
 
 
 def test_a_manifest_that_is_not_written_last_is_refused() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from framework.data.batching import BatchPlan, plan_batches, share
 from framework.data.order import GlobalOrder, WindowIndices, epoch_indices, windows
-from framework.data.stream import StreamPlan
+from framework.data.stream_reader import StreamPlan
 from framework.distributed.seed import mix
 from framework.errors import ConfigError, DataError
 from framework.types import MicroIndices

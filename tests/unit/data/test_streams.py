@@ -20,7 +20,7 @@ from framework.checkpoint.writer import check_plain
 from framework.config.parse import parse
 from framework.config.schema import Config, JobName
 from framework.data.batching import BatchPlan
-from framework.data.stream import first_batch
+from framework.data.stream_reader import first_batch
 from framework.distributed.context import Context
 from framework.engine.data_checks import check_streams
 from framework.errors import CheckpointError, ConfigError, DataError, FrameworkError, RunError
