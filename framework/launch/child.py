@@ -23,7 +23,8 @@ from framework.system.orphans import ENDS_WITH_OTHERS
 from framework.system.signals import die_with_parent
 
 Message = dict[str, Any]
-LEAVE_S = 10.0  # for a process to exit after its work
+LEAVE_S = 10.0
+"""For a process to exit after its work."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,12 @@ class Child:
     entry: str
     arguments: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict)
-    log: Path | None = None  # file for its output; None keeps the parent's streams
-    terminal: bool = False  # its output goes to the terminal as well
-    key: str = field(default_factory=lambda: secrets.token_hex(8))  # the server may serve several runs
+    # The file for its output; None keeps the parent's streams.
+    log: Path | None = None
+    # Its output goes to the terminal as well.
+    terminal: bool = False
+    # By which the server and the command know it.
+    key: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 def run_child(message: Message, *, fds: Sequence[int], parent_pid: int) -> NoReturn:
@@ -101,7 +105,8 @@ def log_to(path: Path, *, terminal: bool) -> None:
     log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     faulthandler.enable(log)
     if terminal:
-        sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(_copy_descriptor_2(path), log)
+        sys.stdout = Tee(sys.stdout, log)
+        sys.stderr = Tee(_copy_descriptor_2(path), log)
         return
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)

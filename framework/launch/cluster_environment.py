@@ -17,8 +17,11 @@ from framework.distributed.store import LOOPBACK, SECRET
 from framework.errors import TopologyError
 
 _SECRET_KEY = "topology.rdzv_secret"
-_RESERVED_STEPS = 0xFFFFFFF0  # step numbers from here on are SLURM's: batch script, interactive shell, ...
-_FIRST_PORT, _PORTS = 15_000, 15_000  # below what Linux gives to outgoing connections
+# Step numbers from here on are SLURM's: batch script, interactive shell, ...
+_RESERVED_STEPS = 0xFFFFFFF0
+# Below what Linux gives to outgoing connections.
+_FIRST_PORT = 15_000
+_PORTS = 15_000
 
 
 class ReportedByRankZeroError(TopologyError):
@@ -29,15 +32,19 @@ class ReportedByRankZeroError(TopologyError):
 class ClusterEnvironment:
     """This process as one of the ranks that `starter` has started. Ranks are numbered node by node."""
 
-    starter: str  # torchrun, srun, Kubernetes, or "the environment" if scripts set torchrun's variables
+    # torchrun, srun, Kubernetes, or "the environment" if scripts set torchrun's variables.
+    starter: str
     rank: int
     local_rank: int
     nnodes: int
     procs_per_node: int
-    host: str  # of the store
+    # Of the store.
+    host: str
     port: int
-    agent_store: bool = False  # torchrun's agent hosts the store, otherwise rank 0 does
-    attempt: int = 0  # how often torchrun has restarted the ranks
+    # torchrun's agent hosts the store, otherwise rank 0 does.
+    agent_store: bool = False
+    # How often torchrun has restarted the ranks.
+    attempt: int = 0
 
     @property
     def world_size(self) -> int:
@@ -58,7 +65,9 @@ class ClusterEnvironment:
 
         Rank 0 doesn't unless it is alone on its node: it may have ended.
         """
-        return self.local_rank == (1 if self.node_rank == 0 and self.procs_per_node > 1 else 0)
+        if self.node_rank == 0 and self.procs_per_node > 1:
+            return self.local_rank == 1
+        return self.local_rank == 0
 
 
 def chooses_own_ranks(arguments: Sequence[str]) -> bool:
@@ -71,8 +80,10 @@ def chooses_own_ranks(arguments: Sequence[str]) -> bool:
 
 def typed_value(arguments: Sequence[str], key: str) -> str | None:
     """Return the last `key=VALUE` of a command that isn't composed yet; None if there is none or it is null."""
-    typed = [text.partition("=")[2] for text in arguments if text.partition("=")[0] == key]
-    return typed[-1] if typed and typed[-1] not in ("", "null") else None
+    values = [text.partition("=")[2] for text in arguments if text.partition("=")[0] == key]
+    if not values or values[-1] in ("", "null"):
+        return None
+    return values[-1]
 
 
 def without_secret(arguments: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
@@ -80,11 +91,14 @@ def without_secret(arguments: Sequence[str], environ: MutableMapping[str, str]) 
 
     So it is in no configuration that is saved, printed or sent; ranks inherit the variable.
     """
-    kept = [text for text in arguments if text.partition("=")[0].lstrip("+") != _SECRET_KEY]
-    if len(kept) < len(arguments):
-        typed = [text.partition("=")[2] for text in arguments if text not in kept][-1]
-        environ[SECRET] = "" if typed == "null" else typed.strip("'\"")
-    return kept
+    others = []
+    for text in arguments:
+        key, _, value = text.partition("=")
+        if key.lstrip("+") == _SECRET_KEY:
+            environ[SECRET] = "" if value == "null" else value.strip("'\"")
+        else:
+            others.append(text)
+    return others
 
 
 def detect(environ: Mapping[str, str], *, endpoint: str | None = None) -> ClusterEnvironment | None:
@@ -115,7 +129,8 @@ def _detect(environ: Mapping[str, str], *, endpoint: str | None) -> ClusterEnvir
         return None  # a command started by one of the framework's own ranks
     if _is_slurm_step(environ):
         return _slurm(environ, endpoint=endpoint)
-    if "LOCAL_RANK" not in environ:  # one process per pod, whose command isn't torchrun
+    if "LOCAL_RANK" not in environ:
+        # One process per pod, whose command isn't torchrun.
         _check_torchrun_isnt_expected(environ)
     if "RANK" in environ and _number(environ, "WORLD_SIZE", default=1) > 1:
         starter = "the environment" if "LOCAL_RANK" in environ else "Kubernetes"
@@ -125,8 +140,12 @@ def _detect(environ: Mapping[str, str], *, endpoint: str | None) -> ClusterEnvir
 
 def _torch_variables(environ: Mapping[str, str], *, starter: str) -> ClusterEnvironment:
     """Read torchrun's variables. The training operator of Kubernetes sets no local ones: one process per pod."""
-    has_local = "LOCAL_RANK" in environ
-    world, local_world = _number(environ, "WORLD_SIZE"), _number(environ, "LOCAL_WORLD_SIZE") if has_local else 1
+    world = _number(environ, "WORLD_SIZE")
+    local_rank = 0
+    local_world = 1
+    if "LOCAL_RANK" in environ:
+        local_rank = _number(environ, "LOCAL_RANK")
+        local_world = _number(environ, "LOCAL_WORLD_SIZE")
     nnodes = _number(environ, "GROUP_WORLD_SIZE", default=world // max(1, local_world))
     if nnodes * local_world != world:
         raise TopologyError(
@@ -136,7 +155,7 @@ def _torch_variables(environ: Mapping[str, str], *, starter: str) -> ClusterEnvi
     return ClusterEnvironment(
         starter=starter,
         rank=_number(environ, "RANK"),
-        local_rank=_number(environ, "LOCAL_RANK") if has_local else 0,
+        local_rank=local_rank,
         nnodes=nnodes,
         procs_per_node=local_world,
         host=_text(environ, "MASTER_ADDR"),
@@ -148,13 +167,14 @@ def _torch_variables(environ: Mapping[str, str], *, starter: str) -> ClusterEnvi
 
 def _check_torchrun_isnt_expected(environ: Mapping[str, str]) -> None:
     """Raise TopologyError for PET_ variables, options for torchrun: without it every pod would train by itself."""
-    procs, nodes = environ.get("PET_NPROC_PER_NODE", ""), environ.get("PET_NNODES", "")
+    procs = environ.get("PET_NPROC_PER_NODE", "")
+    nodes = environ.get("PET_NNODES", "")
     several_procs = procs.isdecimal() and int(procs) > 1
     several_nodes = nodes not in ("", "1") and "RANK" not in environ
     if several_procs or several_nodes:
-        name, value = ("PET_NPROC_PER_NODE", procs) if several_procs else ("PET_NNODES", nodes)
+        option = f"PET_NPROC_PER_NODE={procs}" if several_procs else f"PET_NNODES={nodes}"
         raise TopologyError(
-            f"{name}={value} is an option for torchrun, and this command wasn't started by it.\n"
+            f"{option} is an option for torchrun, and this command wasn't started by it.\n"
             "Let the pod's command be `torchrun -m framework ...`, or type launcher=local for a run of this pod alone."
         )
 
@@ -175,7 +195,8 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
 
 def _slurm(environ: Mapping[str, str], *, endpoint: str | None) -> ClusterEnvironment:
     per_node = tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE"))
-    tasks, nnodes = sum(per_node), len(per_node)
+    tasks = sum(per_node)
+    nnodes = len(per_node)
     if len(set(per_node)) > 1:
         raise TopologyError(
             f"srun has put different numbers of tasks on its nodes: {environ['SLURM_STEP_TASKS_PER_NODE']} "
@@ -195,7 +216,10 @@ def _slurm(environ: Mapping[str, str], *, endpoint: str | None) -> ClusterEnviro
 
 def _slurm_endpoint(environ: Mapping[str, str], endpoint: str | None, *, nnodes: int) -> tuple[str, int]:
     """Return where the tasks of a step meet, the same for all: host and port."""
-    typed_host, typed_port = (None, None) if endpoint is None else split_endpoint(endpoint)
+    typed_host = None
+    typed_port = None
+    if endpoint is not None:
+        typed_host, typed_port = split_endpoint(endpoint)
     host = environ.get("MASTER_ADDR") or typed_host
     if host is None:
         host = LOOPBACK if nnodes == 1 else first_host(_text(environ, "SLURM_STEP_NODELIST"))
@@ -206,7 +230,8 @@ def _slurm_endpoint(environ: Mapping[str, str], endpoint: str | None, *, nnodes:
     reserved = re.match(r"\d+", environ.get("SLURM_STEP_RESV_PORTS", ""))
     if reserved is not None:
         return host, int(reserved[0])
-    job, step = _number(environ, "SLURM_JOB_ID", default=0), _number(environ, "SLURM_STEP_ID", default=0)
+    job = _number(environ, "SLURM_JOB_ID", default=0)
+    step = _number(environ, "SLURM_STEP_ID", default=0)
     return host, _FIRST_PORT + (61 * job + step) % _PORTS
 
 
@@ -240,7 +265,9 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 def _check_rank(cluster: ClusterEnvironment, environ: Mapping[str, str]) -> None:
     """Raise TopologyError if this rank's own numbers don't fit those of all."""
-    rank, local, local_world = cluster.rank, cluster.local_rank, cluster.procs_per_node
+    rank = cluster.rank
+    local = cluster.local_rank
+    local_world = cluster.procs_per_node
     is_slurm = cluster.starter == "srun"
     node = environ.get("SLURM_NODEID" if is_slurm else "GROUP_RANK", str(cluster.node_rank))
     if rank >= cluster.world_size or str(cluster.node_rank) != node or rank % local_world != local:
@@ -251,7 +278,8 @@ def _check_rank(cluster: ClusterEnvironment, environ: Mapping[str, str]) -> None
             f"{advice}"
         )
     ours = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": cluster.world_size, "LOCAL_WORLD_SIZE": local_world}
-    for name, number in ours.items():  # scripts often set torchrun's variables from SLURM's
+    # Scripts often set torchrun's variables from SLURM's.
+    for name, number in ours.items():
         if is_slurm and environ.get(name, str(number)) != str(number):
             raise TopologyError(
                 f"{name}={environ[name]}, but srun says {number}.\nUnset {name}, or type launcher=local for a run of "

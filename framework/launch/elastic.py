@@ -30,7 +30,8 @@ from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.monitoring.report import FailureReport
 
 T = TypeVar("T")
-_MARGIN_S = 30.0  # a call that takes so much longer than it should has lost the link to the store
+# A call that takes so much longer than it should has lost the link to the store.
+_MARGIN_S = 30.0
 
 
 @final
@@ -72,8 +73,8 @@ def joined_nodes(setup: NodeSetup, *, arguments: Sequence[str]) -> Iterator[Elas
     """
     own = fingerprint(arguments, working_dir=Path.cwd())
     topology = setup.topology
-    processes = f"{topology.procs_per_node} with {topology.gpus_per_node} GPUs"  # by default from each node's own GPUs
-    own["processes on a node"] = processes
+    # By default these follow from each node's own GPUs.
+    own["processes on a node"] = f"{topology.procs_per_node} with {topology.gpus_per_node} GPUs"
     with node_run(setup) as run:
         node = ElasticNode(run, own)
         try:
@@ -92,9 +93,11 @@ class ElasticNode:
 
     def __init__(self, run: NodeRun, own: Fingerprint) -> None:
         self._run = run
-        self._setup = setup = run.setup
+        setup = run.setup
+        self._setup = setup
         assert setup.endpoint is not None
-        self._address = "topology.rdzv_endpoint={}:{}".format(*setup.endpoint)
+        host, port = setup.endpoint
+        self._address = f"topology.rdzv_endpoint={host}:{port}"
         self._handshake = Handshake(
             own,
             index=setup.node,
@@ -104,17 +107,21 @@ class ElasticNode:
             address=self._address,
             port_option="topology.rdzv_endpoint",
         )
-        silence_compiled_code()  # this process is a client of the store, which may be lost
+        # This process is a client of the store, which may be lost.
+        silence_compiled_code()
         self.status = EXIT_RUN_FAILED
         self.spec: RunSpec | None = None
 
     def join(self) -> None:
         """Wait for all nodes; see `joined_nodes`."""
-        setup, handshake, limit_s = self._setup, self._handshake, self._setup.limits.init_timeout_s
-        others = f"{setup.topology.nnodes - 1} more of {setup.topology.nnodes} nodes" if setup.node == 0 else "node 0"
+        handshake = self._handshake
+        node = self._setup.node
+        nnodes = self._setup.topology.nnodes
+        limit_s = self._setup.limits.init_timeout_s
+        others = f"{nnodes - 1} more of {nnodes} nodes" if node == 0 else "node 0"
         self._run.print(f"Waiting for {others} at {self._address}")
         self._run.store = self._wait(lambda: handshake.open(timeout_s=limit_s), timeout_s=limit_s)
-        if setup.node == 0:
+        if node == 0:
             self._wait(lambda: handshake.compare(timeout_s=limit_s), timeout_s=limit_s)
             return
         # Node 0 waits for all nodes for the time-out, which may begin after this node has come.
@@ -154,11 +161,12 @@ class ElasticNode:
 
     def _meet(self, plan: LaunchPlan, failed: FailureReport | None) -> int:
         """Wait for all nodes, and return the number of the attempt to start now."""
-        meet, max_restarts, limit_s = self._handshake.meet, plan.max_restarts, plan.limits.init_timeout_s
+        limit_s = plan.limits.init_timeout_s
         if failed is not None:
             self._run.print(f"Waiting up to {limit_s:g} s for all nodes to meet again")
+        meet = partial(self._handshake.meet, max_restarts=plan.max_restarts, timeout_s=limit_s)
         try:
-            return self._wait(lambda: meet(max_restarts=max_restarts, timeout_s=limit_s), timeout_s=limit_s)
+            return self._wait(meet, timeout_s=limit_s)
         except FrameworkError:
             if failed is not None:
                 self._keep_as_last(plan, failed)
@@ -166,15 +174,14 @@ class ElasticNode:
 
     def _keep_as_last(self, plan: LaunchPlan, report: FailureReport) -> None:
         """Copy the report that this node has written to the name of a last one: no restart follows."""
-        node, attempt = self._setup.node, report.attempt
+        node = self._setup.node
+        written = plan.run_dir.failure_of(node=node, attempt=report.attempt, is_last=False)
+        last = plan.run_dir.failure_of(node=node, attempt=report.attempt, is_last=True)
         with suppress(OSError):  # another node has written it, under its name, or the disk is full
-            shutil.copyfile(
-                plan.run_dir.failure_of(node=node, attempt=attempt, is_last=False),
-                plan.run_dir.failure_of(node=node, attempt=attempt, is_last=True),
-            )
+            shutil.copyfile(written, last)
 
     def _others_are_done(self) -> bool:
-        """Report that this node's ranks have succeeded; return True if those of all nodes have."""
+        """Tell the other nodes that this node's ranks have succeeded; return True if those of all nodes have."""
         try:
             return call_with_deadline(self._handshake.all_done)
         except StoreGoneError as error:

@@ -39,7 +39,8 @@ from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown
 from framework.system.signals import catching_signals, die_with_parent
 
-_MARGIN_S = 10.0  # beyond rank 0's own time-out, so that rank 0 is the first to print what is wrong
+# Beyond rank 0's own time-out, so that rank 0 is the first to print what is wrong.
+_MARGIN_S = 10.0
 
 
 def run_external(
@@ -47,8 +48,10 @@ def run_external(
 ) -> int:
     """Run this process's rank; return the exit status. command: the command itself, which rank 0 runs."""
     if cluster.starter == "torchrun":
-        die_with_parent(os.getppid())  # an agent that is killed leaves its ranks behind, and they would go on training
-    for name, value in openmp_environment(alone=False).items():  # before torch is imported
+        # An agent that is killed leaves its ranks behind, and they would go on training.
+        die_with_parent(os.getppid())
+    # Before torch is imported.
+    for name, value in openmp_environment(alone=False).items():
         os.environ.setdefault(name, value)
     ranks = ExternalRanks(cluster, arguments)
     status = EXIT_RUN_FAILED
@@ -58,7 +61,8 @@ def run_external(
             status = command(ranks)
         else:
             status = _follow(ranks)
-    except FrameworkError as error:  # the command prints its own errors, so on rank 0 it is one of the store
+    except FrameworkError as error:
+        # The command prints its own errors, so on rank 0 it is one of the store.
         status = error.exit_status
         if cluster.rank == 0 or cluster.prints_for_node:
             print(shown(str(error)), file=sys.stderr, flush=True)
@@ -120,13 +124,15 @@ def external_topology(config: Config, cluster: ClusterEnvironment, *, visible_gp
     _check_config(config, cluster)
     procs = cluster.procs_per_node
     settings = replace(config.topology, nnodes=cluster.nnodes, procs_per_node=procs)
-    requested = config.trainer.gpus
-    if requested == 0 or (requested is None and visible_gpus == 0):
-        return resolve_topology(settings, gpus=0)
-    if settings.share_gpus:
-        return resolve_topology(settings, gpus=visible_gpus if requested is None else requested)
-    gpus = procs * (settings.gpus_per_process or settings.min_gpus_per_process) if requested is None else requested
+    gpus = config.trainer.gpus
+    if gpus is None:
+        if visible_gpus == 0 or settings.share_gpus:
+            gpus = visible_gpus
+        else:
+            gpus = procs * (settings.gpus_per_process or settings.min_gpus_per_process)
     topology = resolve_topology(settings, gpus=gpus)
+    if gpus == 0 or settings.share_gpus:
+        return topology
     if visible_gpus >= gpus:
         return topology
     if visible_gpus == topology.span:
@@ -139,7 +145,8 @@ def external_topology(config: Config, cluster: ClusterEnvironment, *, visible_gp
 
 def _check_config(config: Config, cluster: ClusterEnvironment) -> None:
     """Raise for settings that contradict how the processes were started."""
-    started, store = f"{cluster.starter} has started", f"{cluster.host}:{cluster.port}"
+    started = f"{cluster.starter} has started"
+    store = f"{cluster.host}:{cluster.port}"
     processes = format_count(cluster.procs_per_node, "process", "processes")
     for key, allowed, what in (
         ("nnodes", (1, cluster.nnodes), f"processes on {format_count(cluster.nnodes, 'node')}"),
@@ -167,9 +174,11 @@ def _check_config(config: Config, cluster: ClusterEnvironment) -> None:
 
 def _follow(ranks: ExternalRanks) -> int:
     """Run what rank 0 sends."""
-    silence_compiled_code()  # torch's clients print a C++ stack if rank 0 ends; what it means is in our own error
-    typed = typed_value(ranks.arguments, "backend.init_timeout")  # as nothing is composed yet
-    limit_s = (seconds_of(typed) if typed else None) or WAIT_S
+    # torch's clients print a C++ stack if rank 0 ends; what it means is in our own error.
+    silence_compiled_code()
+    # As it is typed: nothing is composed yet.
+    typed = typed_value(ranks.arguments, "backend.init_timeout")
+    limit_s = seconds_of(typed) or WAIT_S
     ranks.handshake.open(timeout_s=limit_s)
     spec = ranks.handshake.follow(timeout_s=limit_s + _MARGIN_S)
     if isinstance(spec, int):
@@ -190,7 +199,8 @@ def _logged(run_dir: RunDir, *, rank: int, terminal: bool) -> Iterator[TextIO]:
 
     Python's streams are restored at the end, for what the command still prints.
     """
-    stdout, stderr = sys.stdout, sys.stderr
+    stdout = sys.stdout
+    stderr = sys.stderr
     with os.fdopen(os.dup(stderr.fileno()), "w", buffering=1, errors="backslashreplace") as direct:
         log_to(run_dir.rank_log(rank), terminal=terminal)
         try:
@@ -198,14 +208,16 @@ def _logged(run_dir: RunDir, *, rank: int, terminal: bool) -> Iterator[TextIO]:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            sys.stdout, sys.stderr = stdout, stderr
+            sys.stdout = stdout
+            sys.stderr = stderr
             if terminal:
                 os.dup2(direct.fileno(), 2)
 
 
 def _run(cluster: ClusterEnvironment, spec: RunSpec, *, terminal: TextIO) -> Outcome:
     """Run the entry as this rank. A failure is reported on `terminal` or in the outcome, by one rank of the node."""
-    topology, attempt = spec.topology, cluster.attempt
+    topology = spec.topology
+    attempt = cluster.attempt
     os.environ.update(network_environment(cluster.host, nnodes=topology.nnodes))
     os.environ.update(
         rank_environment(topology, rank=cluster.rank, host=cluster.store_host, port=cluster.port, attempt=attempt)
@@ -219,4 +231,5 @@ def _run(cluster: ClusterEnvironment, spec: RunSpec, *, terminal: TextIO) -> Out
         )
         with closing(monitor):
             monitor.start()
-            return monitor.settle(run_entry(spec.entry, rank, MonitorLink(rank_status, open_store)))
+            status = run_entry(spec.entry, rank, MonitorLink(rank_status, open_store))
+            return monitor.settle(status)

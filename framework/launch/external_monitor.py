@@ -26,10 +26,14 @@ from framework.system.run_dir import RunDir, read_object
 from framework.system.signals import Signals
 
 _LOOK_EVERY_S = 0.25
-_SETTLE_S = 0.5  # after a first failure, so that the report has ranks that failed with it
-_MAIN_S = 3.0  # for the main thread to end by itself after the report
-_REPORT_S = 20.0  # for another rank to make the report
-_TERMINATED_S = 2.0  # from SIGTERM to the end, unless the training loop handles it: it may be sent after a failure
+# After a first failure, so that the report has ranks that failed with it.
+_SETTLE_S = 0.5
+# For the main thread to end by itself after the report.
+_MAIN_S = 3.0
+# For another rank to make the report.
+_REPORT_S = 20.0
+# From SIGTERM to the end, unless the training loop handles it: it may be sent after a failure.
+_TERMINATED_S = 2.0
 
 
 @final
@@ -47,7 +51,7 @@ class ExternalMonitor:
         signals: Signals,
     ) -> None:
         self._arguments = arguments
-        self._topology = topology = arguments.topology
+        self._topology = arguments.topology
         self._rank_status = rank_status
         self._store = store
         self._limits = limits
@@ -55,7 +59,7 @@ class ExternalMonitor:
         self._signals = signals
         self._run_dir = RunDir(Path(arguments.run_dir))
         self._monitor = NodeMonitor(node=arguments.node_rank, limits=limits, own=rank_status)
-        self._exchange = NodeExchange(store, self._monitor, nnodes=topology.nnodes)
+        self._exchange = NodeExchange(store, self._monitor, nnodes=arguments.topology.nnodes)
         self._ended = threading.Event()
         self._reported = threading.Event()
         self._settling = threading.Event()
@@ -96,15 +100,21 @@ class ExternalMonitor:
 
     def _open_rank_statuses(self) -> None:
         """Open those of all ranks on this node, and wait until all have done so: a rank that fails may leave then."""
-        own, topology, limit_s = self._arguments, self._topology, self._limits.init_timeout_s
-        ranks = [topology.rank_of(own.node_rank, local_rank) for local_rank in range(topology.procs_per_node)]
-        self._store.set(f"rank_status/{own.rank}", [os.getpid(), self._rank_status.fd])
+        this_rank = self._arguments.rank
+        topology = self._topology
+        limit_s = self._limits.init_timeout_s
+        first = topology.rank_of(self._arguments.node_rank, 0)
+        ranks = range(first, first + topology.procs_per_node)
+
+        self._store.set(f"rank_status/{this_rank}", [os.getpid(), self._rank_status.fd])
         for local_rank, rank in enumerate(ranks):
             pid, fd = self._store.wait_for(f"rank_status/{rank}", timeout_s=limit_s)
-            devices, log = topology.devices_label(local_rank), str(self._run_dir.rank_log(rank))
+            log = str(self._run_dir.rank_log(rank))
+            info = RankInfo(rank, local_rank, devices=topology.devices_label(local_rank), log=log)
             with suppress(OSError):  # it has ended already, which only its starter can report
-                self._monitor.add(RankInfo(rank, local_rank, devices=devices, log=log), RankStatus.of_process(pid, fd))
-        self._store.set(f"monitoring/{own.rank}", True)
+                self._monitor.add(info, RankStatus.of_process(pid, fd))
+
+        self._store.set(f"monitoring/{this_rank}", True)
         for rank in ranks:
             self._store.wait_for(f"monitoring/{rank}", timeout_s=limit_s)
 
@@ -117,20 +127,11 @@ class ExternalMonitor:
                 os._exit(error.exit_status)
 
     def _look(self) -> None:
-        monitor = self._monitor
-        received = self._signals.take()
-        self._interrupts += received.count(signal.SIGINT)
-        if self._interrupts > 1:  # the main thread may be waiting in compiled code, where it sees neither
-            self._say("Interrupted twice: ended at once")
-            os._exit(EXIT_INTERRUPTED)
-        if signal.SIGTERM in received and self._sigterm_s is None:
-            self._sigterm_s = time.monotonic()
+        """Look once at signals, at stop requests and at the ranks; end this process after a failure."""
+        self._note_signals()
         if self._acts_for_node():
-            if self._topology.nnodes > 1:
-                self._exchange.step()
-            elif (requested := monitor.received_signal()) and not monitor.stop_signal:
-                monitor.set_stop_signal(requested)
-        for event in monitor.check(elsewhere=self._exchange.progress_elsewhere):
+            self._pass_on_stop_requests()
+        for event in self._monitor.check(elsewhere=self._exchange.progress_elsewhere):
             if event["event"] == "hung":
                 self._hung = True
             elif self._acts_for_node():
@@ -140,6 +141,24 @@ class ExternalMonitor:
             self._end(cause)
         elif cause is None and self._is_terminated():
             os._exit(128 + signal.SIGTERM)
+
+    def _note_signals(self) -> None:
+        received = self._signals.take()
+        self._interrupts += received.count(signal.SIGINT)
+        if self._interrupts > 1:
+            # The main thread may be waiting in compiled code, where it sees neither.
+            self._say("Interrupted twice: ended at once")
+            os._exit(EXIT_INTERRUPTED)
+        if signal.SIGTERM in received and self._sigterm_s is None:
+            self._sigterm_s = time.monotonic()
+
+    def _pass_on_stop_requests(self) -> None:
+        if self._topology.nnodes > 1:
+            self._exchange.step()
+            return
+        signal_number = self._monitor.received_signal()
+        if signal_number and not self._monitor.stop_signal:
+            self._monitor.set_stop_signal(signal_number)
 
     def _cause(self) -> str | None:
         """Return what has gone wrong, or None."""
@@ -178,8 +197,10 @@ class ExternalMonitor:
             report = self._find_report()
             if report is not None:
                 return report
-            if self._acts_for_node():  # also if the rank that did has died
-                self._cause()  # adds the ranks that have ended meanwhile
+            # Also if the rank that acted for the node has died.
+            if self._acts_for_node():
+                # Adds the ranks that have ended meanwhile.
+                self._cause()
                 return self._make_report(cause)
             time.sleep(_LOOK_EVERY_S)
         return None

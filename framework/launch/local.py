@@ -6,13 +6,14 @@ process behind: see `system.parent_death`.
 
 from __future__ import annotations
 
+import math
 import select
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,9 +44,12 @@ if TYPE_CHECKING:
 INTERRUPTED = "interrupted"
 """The cause of an alarm after which every node ends at once, without a report."""
 
-_START_S = 10.0  # for ranks to start, besides backend.init_timeout
-_SETTLE_S = 0.5  # after a first failure, so that the report has the ranks that fail with it
-_CAUSE_TIMEOUT_S = 3.0  # for the exit of the rank whose connection was lost: with a GPU, exiting takes seconds
+# For ranks to start, besides backend.init_timeout.
+_START_S = 10.0
+# After a first failure, so that the report has the ranks that fail with it.
+_SETTLE_S = 0.5
+# For the exit of the rank whose connection was lost: with a GPU, exiting takes seconds.
+_CAUSE_TIMEOUT_S = 3.0
 _POLL_S = 0.2
 _SHOW_CURSOR = "\x1b[?25h"
 _SUCCESSES = (0, EXIT_STOPPED)
@@ -77,38 +81,56 @@ def node_run(setup: NodeSetup) -> Iterator[NodeRun]:
     with (
         catching_signals() as signals,
         running_fork_server(setup.fork_server) as server,
-        TemporaryDirectory(prefix="framework_") if setup.init_method == "file" else nullcontext("") as folder,
-        closing(NodeRun(setup, server, folder=Path(folder), signals=signals)) as run,
+        _rendezvous_folder(setup) as folder,
+        closing(NodeRun(setup, server, folder=folder, signals=signals)) as run,
     ):
         yield run
+
+
+@contextmanager
+def _rendezvous_folder(setup: NodeSetup) -> Iterator[Path | None]:
+    """Yield a folder for rendezvous files, with `backend.init_method=file`.
+
+    It isn't in the run directory, whose name is the user's: torch cuts the path at `#` and `?`, and can't unquote it.
+    """
+    if setup.init_method != "file":
+        yield None
+        return
+    with TemporaryDirectory(prefix="framework_") as folder:
+        yield Path(folder)
 
 
 @final
 class NodeRun:
     """One node's ranks of a run, over all attempts, and the loop that monitors them. Call `close` in any case."""
 
-    def __init__(self, setup: NodeSetup, server: ForkServer, *, folder: Path, signals: Signals) -> None:
-        """folder: for rendezvous files, with `backend.init_method=file`.
-
-        Not the run directory, whose name is the user's: torch cuts the path at `#` and `?`, and can't unquote it.
-        """
+    def __init__(self, setup: NodeSetup, server: ForkServer, *, folder: Path | None, signals: Signals) -> None:
+        """folder: for rendezvous files, with `backend.init_method=file`."""
         self.setup = setup
         self.server = server
-        self.store: Store | None = None  # of a run on several nodes
-        self._late: list[dict[str, Any]] = []  # ranks that others waited for and that caught up
+        # Of a run on several nodes.
+        self.store: Store | None = None
+        # Ranks that others waited for and that caught up.
+        self._late: list[dict[str, Any]] = []
         self._folder = folder
         self._signals = signals
-        self._run_server: RunServer | None = None  # of the present attempt
-        self._left: list[str] | None = None  # what its ranks left behind, once everything has ended
-        self._handlers: dict[Any, Callable[[], None]] = {signals: self._on_signals}
         self._stop_signal = 0
-        self._number = 0  # of the attempt
+        # What to do when one of these can be read.
+        self._handlers: dict[Any, Callable[[], None]] = {signals: self._on_signals}
+
+        # Of the present attempt:
+        self._attempt = 0
+        self._run_server: RunServer | None = None
         self._monitor = NodeMonitor(node=setup.node, limits=setup.limits)
         self._exchange: NodeExchange | None = None
-        self._running: dict[str, int] = {}  # key → rank
-        self._exits: dict[int, Message] = {}  # by rank
-        self._trouble: str | None = None  # a failure that no exit of a local process shows
         self._is_monitoring = False
+        # The ranks of the processes that run, by their keys, and how the others ended, by rank.
+        self._running: dict[str, int] = {}
+        self._exits: dict[int, Message] = {}
+        # A failure that no exit of a local process shows.
+        self._trouble: str | None = None
+        # What the ranks left behind, once everything has ended.
+        self._left: list[str] | None = None
 
     def run(
         self,
@@ -127,10 +149,10 @@ class NodeRun:
         """
         failed = None
         while True:
-            number = next_attempt(failed)
-            if number > 0:
-                self._record_restart(plan, number, failed)
-            outcome = self._attempt(plan, number, others_done)
+            attempt = next_attempt(failed)
+            if attempt > 0:
+                self._record_restart(plan, attempt, failed)
+            outcome = self._run_attempt(plan, attempt, others_done)
             failed = outcome.failure
             # Node 0 waits for a node that is cut off, which can't come back by itself.
             is_cut_off = self.is_cut and self.setup.node > 0
@@ -138,9 +160,9 @@ class NodeRun:
                 return replace(outcome, late=tuple(self._late))
             self.print(render(failed))
 
-    def _attempt(self, plan: LaunchPlan, number: int, others_done: Callable[[], bool]) -> Outcome:
+    def _run_attempt(self, plan: LaunchPlan, attempt: int, others_done: Callable[[], bool]) -> Outcome:
         """Start this node's ranks and wait for all of them; none is left on return."""
-        self._begin(number)
+        self._begin(attempt)
         try:
             self._start_ranks(plan)
             self._await_start()
@@ -148,8 +170,8 @@ class NodeRun:
             if self._all_succeeded():
                 self._wait_for_other_nodes(others_done)
             if self._all_succeeded():
-                stopped = any(end["status"] == EXIT_STOPPED for end in self._exits.values())
-                return Outcome(EXIT_STOPPED if stopped else 0)
+                is_stopped = any(end["status"] == EXIT_STOPPED for end in self._exits.values())
+                return Outcome(EXIT_STOPPED if is_stopped else 0)
             return self._fail(plan)
         except KeyboardInterrupt:
             # The other nodes' ranks would wait for those that were here.
@@ -160,23 +182,25 @@ class NodeRun:
             self._end_ranks()
 
     def _may_restart(self, failure: FailureReport | None = None) -> bool:
-        if (failure is not None and failure.first.is_final) or self._monitor.stop_signal:
+        if failure is not None and failure.first.is_final:
             return False
-        return self._number < self.setup.max_restarts
+        return not self._monitor.stop_signal and self._attempt < self.setup.max_restarts
 
     @property
     def is_cut(self) -> bool:
         """True if the store, and with it the other nodes, was out of reach in the last attempt."""
         return self._exchange is not None and self._exchange.is_cut
 
-    def _record_restart(self, plan: LaunchPlan, number: int, failed: FailureReport | None) -> None:
-        """Print that attempt `number` begins; on node 0 add it to `run.json`."""
+    def _record_restart(self, plan: LaunchPlan, attempt: int, failed: FailureReport | None) -> None:
+        """Print that this attempt begins; on node 0 add it to `run.json`."""
         cause = "a node was restarted" if failed is None else failure_in_short(failed)
-        self.print(f"Restart {number} of {self.setup.max_restarts} after {cause}")
+        self.print(f"Restart {attempt} of {self.setup.max_restarts} after {cause}")
         if self.setup.node == 0:
-            note = {"attempt": number, "cause": cause, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+            time_of_day = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            note = {"attempt": attempt, "cause": cause, "time": time_of_day}
             with suppress(OSError):  # the disk is full: the ranks will fail with a better message
-                plan.run_dir.update_run({"restarts": [*plan.run_dir.read_run().get("restarts", []), note]})
+                earlier = plan.run_dir.read_run().get("restarts", [])
+                plan.run_dir.update_run({"restarts": [*earlier, note]})
 
     def close(self) -> None:
         """Stop monitoring. Show the terminal's cursor again: a rank that was killed may have hidden it."""
@@ -192,29 +216,32 @@ class NodeRun:
 
     def wait_for(self, condition: Callable[[], Any], *, timeout_s: float | None = None) -> bool:
         """Handle events and monitor the ranks until `condition()` holds. Return False on a time-out."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not condition():
-            left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
-            if left <= 0:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 return False
-            for ready in select.select(list(self._handlers), [], [], left)[0]:
-                self._handlers[ready]()
+            readable, _, _ = select.select(list(self._handlers), [], [], min(_POLL_S, left_s))
+            for source in readable:
+                self._handlers[source]()
             if self._is_monitoring:
                 self._check_ranks()
         return True
 
     # Starting
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, attempt: int) -> None:
         """Forget the previous attempt."""
         self._monitor.close()
-        self._number = number
-        self._running, self._exits, self._trouble = {}, {}, None
+        self._attempt = attempt
+        self._running = {}
+        self._exits = {}
+        self._trouble = None
         self._left = None
         self._monitor = NodeMonitor(node=self.setup.node, limits=self.setup.limits)
         self._is_monitoring = True
         if self.store is not None:
-            run_store = RunStore(self.store, attempt=number)
+            run_store = RunStore(self.store, attempt=attempt)
             self._exchange = NodeExchange(run_store, self._monitor, nnodes=self.setup.topology.nnodes)
 
     def _start_ranks(self, plan: LaunchPlan) -> None:
@@ -229,21 +256,22 @@ class NodeRun:
             self._spawn_ranks(plan, *listener.getsockname(), listener=listener)
 
     def _spawn_ranks(self, plan: LaunchPlan, host: str, port: int, *, listener: socket.socket | None = None) -> None:
+        """Have a process forked for each rank of this node. listener: on which rank 0 hosts the store."""
+        assert self._run_server is not None
         topology = plan.topology
-        file = self._folder / f"rendezvous_{self._number}"  # none can be used twice
-        rendezvous = {"env": "env://", "tcp": f"tcp://{host}:{port}", "file": f"file://{file}"}[plan.init_method]
-        run_dir = str(plan.run_dir.path)
+        attempt = self._attempt
+        rendezvous = self._rendezvous(plan, host, port)
         network = network_environment(host, nnodes=topology.nnodes)
         for local_rank in range(topology.procs_per_node):
             rank = topology.rank_of(plan.node, local_rank)
-            arguments = RankArguments(run_dir, topology, rank=rank, rendezvous=rendezvous, attempt=self._number)
+            arguments = RankArguments(
+                str(plan.run_dir.path), topology, rank=rank, rendezvous=rendezvous, attempt=attempt
+            )
+            variables = rank_environment(topology, rank=rank, host=host, port=port, attempt=attempt)
             child = Child(
                 "framework.launch.worker:rank_main",
                 {"entry": plan.entry, "rank": arguments},
-                environment={
-                    **network,
-                    **rank_environment(topology, rank=rank, host=host, port=port, attempt=self._number),
-                },
+                environment={**network, **variables},
                 log=plan.run_dir.rank_log(rank),
                 terminal=plan.terminal and rank == 0,
             )
@@ -254,16 +282,26 @@ class NodeRun:
             fds = [rank_status.fd]
             if listener is not None and rank == 0:
                 fds.append(listener.fileno())
-            assert self._run_server is not None
             self._run_server.spawn(child, fds=fds)
+
+    def _rendezvous(self, plan: LaunchPlan, host: str, port: int) -> str:
+        """Return the URL for `init_process_group`."""
+        if plan.init_method == "env":
+            return "env://"
+        if plan.init_method == "tcp":
+            return f"tcp://{host}:{port}"
+        assert self._folder is not None
+        # No file can be used twice.
+        return f"file://{self._folder / f'rendezvous_{self._attempt}'}"
 
     def _await_start(self) -> None:
         """Raise LaunchError if a rank doesn't start in time: the fork server is still loading torch."""
         limit_s = self.setup.limits.init_timeout_s
-        if not self.wait_for(
-            lambda: self._is_over() or all(state.pid for state in self._monitor.states()),
-            timeout_s=limit_s + _START_S,
-        ):
+
+        def have_started() -> bool:
+            return self._is_over() or all(state.pid for state in self._monitor.states())
+
+        if not self.wait_for(have_started, timeout_s=limit_s + _START_S):
             raise LaunchError(
                 f"The ranks weren't started within backend.init_timeout={limit_s:g} s. "
                 "Loading torch may be slow here; raise it."
@@ -273,14 +311,20 @@ class NodeRun:
 
     def _check_ranks(self) -> None:
         """Print who is late, note who hangs, pass on requests to stop, exchange all that with the other nodes."""
-        monitor, exchange = self._monitor, self._exchange
-        if exchange is not None:
+        monitor = self._monitor
+        exchange = self._exchange
+        elsewhere = None
+        if exchange is None:
+            signal_number = monitor.received_signal()
+            if signal_number and not monitor.stop_signal:
+                monitor.set_stop_signal(signal_number)
+        else:
             exchange.step()
             if exchange.alarm is not None:
                 self._on_alarm(exchange.alarm)
-        elif (signal_number := monitor.received_signal()) and not monitor.stop_signal:
-            monitor.set_stop_signal(signal_number)
-        for event in monitor.check(elsewhere=None if exchange is None else exchange.progress_elsewhere):
+            elsewhere = exchange.progress_elsewhere
+
+        for event in monitor.check(elsewhere=elsewhere):
             if event["event"] == "hung":
                 self._trouble = self._trouble or f"the ranks have waited for {event['seconds']:.0f} s"
                 continue
@@ -290,7 +334,8 @@ class NodeRun:
 
     def _on_alarm(self, alarm: Mapping[str, Any]) -> None:
         """End this node's attempt too: another node's has failed, or was interrupted."""
-        node, cause = alarm["node"], alarm["cause"]
+        node = alarm["node"]
+        cause = alarm["cause"]
         if cause != INTERRUPTED:
             self._trouble = self._trouble or f"node {node}: {cause}"
         elif node != self.setup.node and self._trouble != INTERRUPTED:
@@ -311,17 +356,20 @@ class NodeRun:
         self._exits[rank] = {**event, "rank": rank, "early": left_early}
 
     def _on_signals(self) -> None:
-        for number in self._signals.take():
+        for signal_number in self._signals.take():
             if self.setup.topology.nnodes == 1 and self._all_succeeded():
-                continue  # there is nothing left to interrupt
+                # There is nothing left to interrupt.
+                continue
             if self._stop_signal:
-                if number == signal.SIGINT:
+                if signal_number == signal.SIGINT:
                     raise KeyboardInterrupt
-                continue  # schedulers send theirs more than once
-            if not self._running or not self._request_stop(number):
+                # Schedulers send theirs more than once.
+                continue
+            if not self._running or not self._request_stop(signal_number):
                 raise KeyboardInterrupt
-            self._stop_signal = number
-            self.print(f"{shown_signal(number)}: saving after a coming step, then stopping. Ctrl-C again ends at once.")
+            self._stop_signal = signal_number
+            name = shown_signal(signal_number)
+            self.print(f"{name}: saving after a coming step, then stopping. Ctrl-C again ends at once.")
 
     def _request_stop(self, signal_number: int) -> bool:
         """Ask all ranks to stop together; return False if that would save nothing."""
@@ -368,7 +416,7 @@ class NodeRun:
             cause=self._trouble or "a rank failed",
             run_dir=plan.run_dir,
             topology=self.setup.topology,
-            attempt=self._number,
+            attempt=self._attempt,
             is_last=not self._may_restart(),
         )
 

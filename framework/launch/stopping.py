@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import final
+from typing import Any, final
 
 from framework.distributed.store import RunStore
 from framework.launch.plan import MonitorLink
@@ -69,7 +69,8 @@ class StopRequest:
         """
         if self._world_size == 1:
             return True
-        if self._run_store is None:  # this rank counts itself once
+        # This rank counts itself once.
+        if self._run_store is None:
             assert self._open_store is not None, "several ranks have a store"
             self._run_store = self._open_store()
             if self._run_store.add("stop/count", 1) == self._world_size:
@@ -89,7 +90,8 @@ def stoppable(link: MonitorLink) -> Iterator[None]:
     a KeyboardInterrupt: the process may be at a debugger's prompt. Ignored signals stay ignored, handlers are restored,
     and none are installed outside of the main thread.
     """
-    rank_status, is_watched = link.rank_status, link.is_watched
+    rank_status = link.rank_status
+    is_watched = link.is_watched
     numbers = [number for number in STOP_SIGNALS if is_watched or number != signal.SIGINT]
 
     def request(number: int, _frame: FrameType | None) -> None:
@@ -98,7 +100,8 @@ def stoppable(link: MonitorLink) -> Iterator[None]:
         elif not rank_status.stop_signal:
             rank_status.set_stop_signal(number)
             text = f"{shown_signal(number)}: saving after this step, then stopping. Ctrl-C ends at once.\n"
-            os.write(2, text.encode())  # a handler must not print: it may have interrupted a print
+            # A handler must not print: it may have interrupted a print.
+            os.write(2, text.encode())
 
     with _handled(numbers, request):
         rank_status.set_stoppable(True)
@@ -131,14 +134,18 @@ def _handled(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[No
         yield
         return
     pid = os.getpid()
-    found = {number: signal.getsignal(number) for number in numbers}
-    before = {number: old for number, old in found.items() if old not in (None, signal.SIG_IGN)}
+    before: dict[signal.Signals, Any] = {}
+    for number in numbers:
+        old_handler = signal.getsignal(number)
+        if old_handler not in (None, signal.SIG_IGN):
+            before[number] = old_handler
 
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() == pid:
             handler(number, frame)
             return
-        signal.signal(number, before[signal.Signals(number)])  # in a process forked meanwhile: as before
+        # In a process that was forked meanwhile, the signal has its earlier effect.
+        signal.signal(number, before[signal.Signals(number)])
         os.kill(os.getpid(), number)
 
     try:
@@ -146,5 +153,5 @@ def _handled(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[No
             signal.signal(number, handle)
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, old_handler in before.items():
+            signal.signal(number, old_handler)

@@ -25,8 +25,10 @@ from framework.monitoring.rank_status import RankStatus, heartbeat
 # Modules of the innermost Python frame when torch's collectives and stores raise, in C++ too: a backward pass exchanges
 # gradients, and ours wait for collectives.
 _PEERS = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "framework.distributed", "framework.strategies")
-_GLOO = re.compile(r"^\[[^\]\s]*\.cc:\d+\]|caused pair closure$")  # its messages, whatever called it
-_HOSTED: list[object] = []  # stores, to the end of the process: groups with threads may outlive the entry
+# Gloo's messages, whatever called it.
+_GLOO = re.compile(r"^\[[^\]\s]*\.cc:\d+\]|caused pair closure$")
+# Stores, kept to the end of the process: groups with threads may outlive the entry.
+_HOSTED: list[object] = []
 
 
 def rank_main(arguments: Mapping[str, Any], status_fd: int, listener_fd: int | None = None) -> int:
@@ -35,7 +37,8 @@ def rank_main(arguments: Mapping[str, Any], status_fd: int, listener_fd: int | N
     arguments: entry, rank (RankArguments). listener_fd: a listening socket on which this rank hosts the store.
     """
     rank: RankArguments = arguments["rank"]
-    rank_status = RankStatus(status_fd)  # never closed: stacks can be asked for until the process ends
+    # Never closed: stacks can be asked for until the process ends.
+    rank_status = RankStatus(status_fd)
     with heartbeat(rank_status):
         link = MonitorLink(rank_status, partial(open_run_store, rank.attempt))
         return run_entry(arguments["entry"], rank, link, listener_fd=listener_fd)
@@ -61,7 +64,8 @@ def run_entry(entry: str, rank: RankArguments, link: MonitorLink, *, listener_fd
             _HOSTED.append(host_store(socket.socket(fileno=listener_fd)))
         status = pkgutil.resolve_name(entry)(rank, replace(link, record_failure=record_failure))
     except BaseException as error:
-        record_failure(error)  # unless the entry did, before it closed what it had opened
+        # Unless the entry did, before it closed what it had opened.
+        record_failure(error)
         rank_status.mark_closed()
         record = rank_status.failure()
         assert record is not None
@@ -124,7 +128,7 @@ def _of_peers(error: BaseException) -> str:
 
     Only these mean that a peer was lost: the user's database may say "connection refused", too.
     """
-    return "\n".join(str(each) for each in _chain(error) if _is_of_peers(each))
+    return "\n".join(str(link) for link in _chain(error) if _is_of_peers(link))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -134,12 +138,20 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while following is not None and id(following) not in seen:
         seen.add(id(following))
         yield following
-        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+        if following.__cause__ is not None or following.__suppress_context__:
+            following = following.__cause__
+        else:
+            following = following.__context__
 
 
 def _is_of_peers(error: BaseException) -> bool:
-    if any(each.__module__.startswith("torch") and each.__name__ == "DistError" for each in type(error).__mro__):
+    for base in type(error).__mro__:
+        if base.__name__ == "DistError" and base.__module__.startswith("torch"):
+            return True
+    if _GLOO.search(str(error)):
         return True
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    module = str(frames[-1].f_globals.get("__name__")) if frames else ""
-    return any(f"{module}.".startswith(f"{each}.") for each in _PEERS) or _GLOO.search(str(error)) is not None
+    if not frames:
+        return False
+    module = f"{frames[-1].f_globals.get('__name__')}."
+    return any(module.startswith(f"{package}.") for package in _PEERS)
