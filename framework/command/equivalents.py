@@ -15,6 +15,8 @@ from framework.launch.rank_environment import rank_environment
 _ENDPOINT = "HOST:29400"
 # Keys that don't define a training, but how its ranks are started.
 _STARTING_KEYS = ("launcher", "job", "topology.node_rank", "topology.rdzv_endpoint")
+# Variables that differ between ranks.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK")
 
 
 def commands(request: Request, topology: Topology, *, own_keys: Sequence[str]) -> dict[str, list[str]]:
@@ -33,7 +35,8 @@ def commands(request: Request, topology: Topology, *, own_keys: Sequence[str]) -
     torchrun = ["torchrun", "--standalone", f"--nproc-per-node={procs}"]
     srun = ["srun", f"--nodes={topology.nnodes}", f"--ntasks-per-node={procs}"]
     if topology.nnodes > 1:
-        quoted = f"'{endpoint}'" if "[" in endpoint else endpoint  # Hydra would take an IPv6 address for a list
+        # Unquoted, Hydra would take an IPv6 address for a list.
+        quoted = f"'{endpoint}'" if "[" in endpoint else endpoint
         framework += ["topology.node_rank=NODE", f"topology.rdzv_endpoint={quoted}"]
         torchrun[1:2] = [f"--nnodes={topology.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     if config.launcher.max_restarts:
@@ -58,15 +61,14 @@ def environment(config: Config, topology: Topology) -> dict[str, dict[str, str]]
     port = "(a free port)"
     if topology.nnodes > 1:
         host, _, port = (config.topology.rdzv_endpoint or _ENDPOINT).rpartition(":")
-    first, last = (
-        {**rank_environment(topology, rank=rank, host=host.strip("[]"), port=0), "MASTER_PORT": port}
-        for rank in (0, topology.world_size - 1)
-    )
-    own = ("RANK", "LOCAL_RANK", "GROUP_RANK")
+    first = rank_environment(topology, rank=0, host=host.strip("[]"), port=0)
+    last = rank_environment(topology, rank=topology.world_size - 1, host=host.strip("[]"), port=0)
+    common = {name: value for name, value in first.items() if name not in _RANK_VARIABLES}
+    common["MASTER_PORT"] = port
     return {
-        "common": {name: value for name, value in first.items() if name not in own},
-        "first_rank": {name: first[name] for name in own},
-        "last_rank": {name: last[name] for name in own},
+        "common": common,
+        "first_rank": {name: first[name] for name in _RANK_VARIABLES},
+        "last_rank": {name: last[name] for name in _RANK_VARIABLES},
     }
 
 

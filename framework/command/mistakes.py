@@ -23,7 +23,8 @@ from framework.config.parse import PACKAGE_LINE, raise_mistakes, walk
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
 
-_COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)  # what composing raises
+# What composing raises.
+_COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
 
 
 def explain(error: Exception, *, loader: ConfigLoader, typed: Sequence[str], is_sweep: bool) -> None:
@@ -59,29 +60,37 @@ def _unreadable(text: str) -> str:
 
 def _typed_mistakes(overrides: Sequence[Override], loader: Any, *, is_sweep: bool) -> Iterator[str]:
     groups = {group: loader.get_group_options(group) for group in loader.list_groups("") if group != "hydra"}
-    right: list[str] = []  # choices to compose, so that the keys are known
-    keys: list[Override] = []
-    for each in overrides:
-        text = str(each.input_line)
-        group = each.key_or_group
-        is_swept = each.is_sweep_override()
+    # Choices without a mistake are composed, so that the keys are known.
+    choices: list[str] = []
+    key_overrides: list[Override] = []
+    for override in overrides:
+        text = str(override.input_line)
+        group = override.key_or_group
+        is_swept = override.is_sweep_override()
         if is_swept and not is_sweep:
             yield f"{text}: several values start several runs, which needs -m. Give one value or a list, or add -m."
-        if group.startswith("hydra") or (each.is_delete() and group in groups):
+        if group.startswith("hydra") or (override.is_delete() and group in groups):
             continue
-        if group not in groups or (not is_swept and isinstance(each.value(), dict)):
-            keys.append(each)
+        if group not in groups or (not is_swept and isinstance(override.value(), dict)):
+            key_overrides.append(override)
             continue
-        wrong = [option for option in _options(each) if not loader.repository.config_exists(f"{group}/{option}")]
-        for option in wrong:
-            guess = nearest(option, groups[group])
-            hint = did_you_mean(guess and f"{group}={guess}")
-            yield f"{group}={option}: {group} has no such option.{hint}\n    Options: {', '.join(groups[group])}"
-        if not wrong and not is_swept:
-            right.append(text)
-    raw: Any = OmegaConf.to_container(loader.load_configuration("config", right, RunMode.RUN), resolve=False)
-    for each in keys:
-        yield from _key_mistakes(each, raw, groups=groups)
+
+        unknown = [name for name in _options(override) if not loader.repository.config_exists(f"{group}/{name}")]
+        for name in unknown:
+            yield _no_such_option(name, group, groups[group])
+        if not unknown and not is_swept:
+            choices.append(text)
+
+    composed = loader.load_configuration("config", choices, RunMode.RUN)
+    raw: Any = OmegaConf.to_container(composed, resolve=False)
+    for override in key_overrides:
+        yield from _key_mistakes(override, raw, groups=groups)
+
+
+def _no_such_option(name: str, group: str, options: Sequence[str]) -> str:
+    guess = nearest(name, options)
+    hint = did_you_mean(guess and f"{group}={guess}")
+    return f"{group}={name}: {group} has no such option.{hint}\n    Options: {', '.join(options)}"
 
 
 def _options(override: Override) -> list[str]:
@@ -89,28 +98,38 @@ def _options(override: Override) -> list[str]:
     if override.is_sweep_override():
         return list(override.sweep_string_iterator()) if override.is_choice_sweep() else []
     value = override.value()
-    return ["" if each is None else str(each) for each in (value if isinstance(value, list) else [value])]
+    names = value if isinstance(value, list) else [value]
+    return ["" if name is None else str(name) for name in names]
 
 
 def _key_mistakes(override: Override, raw: Mapping[str, Any], *, groups: Mapping[str, Sequence[str]]) -> Iterator[str]:
     key = override.key_or_group
     text = str(override.input_line)
-    there = dict(walk(raw))
-    section, _, below = key.partition(".")
-    part, is_below_part, _ = below.partition(".")
-    if key in there or override.is_add() or override.is_force_add():
+    known = dict(walk(raw))
+    if key in known or override.is_add() or override.is_force_add():
         return
-    if part in groups.get(section, ()) and is_below_part and f"{section}.{part}" not in there:
-        one = f"{section}.{part} isn't chosen. Choose it with {section}={part}"
-        yield f"{text}: {one}, or several with {section}=[…,{part}]."
-    elif isinstance(there.get(section, {}), dict):
-        near = nearest_key(key, [*there, *groups])
-        node = key.rpartition(".")[0]
-        while node and f"{node}._target_" not in there:
-            node = node.rpartition(".")[0]
-        more = f" To pass {node} another keyword, write +{text}." if node and not override.is_delete() else ""
-        help_line = "" if near or more else " `--cfg job` shows every key, `--help` every group."
-        yield f"{text}: there is no such key.{did_you_mean(near)}{more}{help_line}"
+
+    section, _, below = key.partition(".")
+    option, is_below_option, _ = below.partition(".")
+    if option in groups.get(section, ()) and is_below_option and f"{section}.{option}" not in known:
+        yield (
+            f"{text}: {section}.{option} isn't chosen. Choose it with {section}={option}, or several with "
+            f"{section}=[…,{option}]."
+        )
+    elif isinstance(known.get(section, {}), dict):
+        hint = did_you_mean(nearest_key(key, [*known, *groups]))
+        node = _node_around(key, known)
+        if node and not override.is_delete():
+            hint += f" To pass {node} another keyword, write +{text}."
+        yield f"{text}: there is no such key.{hint or ' `--cfg job` shows every key, `--help` every group.'}"
+
+
+def _node_around(key: str, known: Mapping[str, Any]) -> str:
+    """Return the key of the innermost `_target_` node that a key is in; empty if it is in none."""
+    node = key.rpartition(".")[0]
+    while node and f"{node}._target_" not in known:
+        node = node.rpartition(".")[0]
+    return node
 
 
 def _shortened(error: BaseException) -> str:
@@ -122,13 +141,16 @@ def _shortened(error: BaseException) -> str:
         options = error.options
         hint = did_you_mean(nearest(name.rpartition("/")[2], options))
         return f"There is no {name}.yaml, which a file refers to.{hint}\n    Options: {', '.join(options)}"
+    reason = _first_line(error)
     if isinstance(error, OmegaConfBaseException):
-        key = f"{error.full_key}: " if error.full_key else ""
-        return f"{key}{_first_line(error)}"
-    cause = f" ({_first_line(error.__cause__)})" if isinstance(error.__cause__, OmegaConfBaseException) else ""
-    hint = f" {PACKAGE_LINE}" if "@recipe." in str(error) else ""
-    return f"The configuration can't be composed: {_first_line(error) or type(error).__name__}{cause}{hint}"
+        return f"{error.full_key}: {reason}" if error.full_key else reason
+    text = f"The configuration can't be composed: {reason or type(error).__name__}"
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        text += f" ({_first_line(error.__cause__)})"
+    if "@recipe." in str(error):
+        text += f" {PACKAGE_LINE}"
+    return text
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+    return str(error).strip().partition("\n")[0]

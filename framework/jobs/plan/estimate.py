@@ -40,7 +40,8 @@ from framework.training.length import schedule_length, steps_per_epoch, total_st
 from framework.types import Datasets, hooks
 
 _META = torch.device("meta")
-_STAND_IN_SIZE = 1000  # samples, to check the set-up without data
+# Steps of an epoch, to check the set-up without data.
+_STAND_IN_STEPS = 1000
 
 
 def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,41 +60,48 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     unknown value, which a note explains. Raises FrameworkError for what training would refuse, and if the model can't
     be built on the meta device.
     """
-    requested, config = config, apply_fast_dev_run(config)
+    requested = config
+    config = apply_fast_dev_run(config)
     context = Context(topology, 0, 0, 0, devices=(_META,) * topology.span, backend=backend)
     notes: list[str] = []
     strategy, plan = plan_training(config, context)
+
     datasets, data = _data(config, plan, notes, context=context, strategy=strategy)
     if datasets is not None:
-        requested, config = (with_batch_sizes(each, datasets) for each in (requested, config))
+        requested = with_batch_sizes(requested, datasets)
+        config = with_batch_sizes(config, datasets)
         plan = plan_steps(config, context, strategy)
     steps = _steps(config, plan, datasets)
     if datasets is not None:
-        unvalidated = check_validation(config, datasets, steps_per_epoch=steps["per_epoch"])
-        notes += [] if unvalidated is None else [unvalidated]
-    configs = optimizer_configs(config.optimizer)
+        warning = check_validation(config, datasets, steps_per_epoch=steps["per_epoch"])
+        if warning is not None:
+            notes.append(warning)
+
     assembled = assemble(requested, context, num_stages=strategy.num_stages)
-    phases = phases_of(assembled.task, optimizers=[each.name for each in configs])
+    optimizer_names = [optimizer.name for optimizer in optimizer_configs(config.optimizer)]
+    phases = phases_of(assembled.task, optimizers=optimizer_names)
     if phases is not None:
         strategy.allow_unused_parameters()
-    run_dir = RunDir(Path(config.path.outputs))  # nothing is written to it
+    # Nothing is written to this directory.
+    run_dir = RunDir(Path(config.path.outputs))
     callbacks = build.build_callbacks(config.callbacks, context=context, run_dir=run_dir)
-    requested_steps = _STAND_IN_SIZE if datasets is None else _steps(requested, plan, datasets)["per_epoch"]
-    length = partial(schedule_length, requested, requested_steps, phases=phases)
-    # A callback that evaluates averaged weights keeps a second copy of the model, also in a checkpoint.
-    averages = len(hooks(callbacks.values(), "evaluation_weights"))
+    requested_steps = _STAND_IN_STEPS
+    if datasets is not None:
+        requested_steps = _steps(requested, plan, datasets)["per_epoch"]
     sizes = _sizes(
         config,
         context,
         strategy,
         assembled.model,
-        averages=averages,
-        schedule_length=length,
+        # A callback that evaluates averaged weights keeps a second copy of the model, also in a checkpoint.
+        averages=len(hooks(callbacks.values(), "evaluation_weights")),
+        schedule_length=partial(schedule_length, requested, requested_steps, phases=phases),
         total=steps["total"],
         notes=notes,
     )
     costs = strategy.costs()
-    least, most = plan.global_batch_size // plan.world_size, plan.largest_share
+    least = plan.global_batch_size // plan.world_size
+    most = plan.largest_share
     return {
         "strategy": type(strategy).__name__,
         "exchanges_every": costs.exchanges_every,
@@ -119,23 +127,28 @@ def _data(
     config: Config, plan: BatchPlan, notes: list[str], *, context: Context, strategy: Strategy
 ) -> tuple[Datasets | None, dict[str, Any]]:
     """Return the datasets, or a stand-in of `plan.train_samples`, or None; and the number of samples of each part."""
+    sizes: dict[str, int | None] = {"train": None, "val": None, "test": None}
     streams: list[str] = []
+    source = "data"
     try:
-        datasets, source = build.build_data(config, context), "data"
+        datasets = build.build_data(config, context)
     except (DataError, OSError) as error:
         if config.plan.train_samples is None:
             notes.append(
                 f"The data isn't on this machine; set plan.train_samples=NUMBER to get the steps of an epoch.\n{error}"
             )
-            return None, {"train": None, "val": None, "test": None, "streams": streams, "source": None}
-        datasets, source = Datasets(train=range(config.plan.train_samples)), "plan.train_samples"
+            return None, {**sizes, "streams": streams, "source": None}
+        datasets = Datasets(train=range(config.plan.train_samples))
+        source = "plan.train_samples"
     else:
         check_streams(config, datasets, strategy)
         if datasets.val is None:
             check_metrics(config, ())
         streams = streams_of(datasets)
-    sizes: dict[str, int | None] = {"train": None, "val": None, "test": None}
-    sizes |= {part: dataset_size(each, split=part) for part, each in datasets.parts.items() if part not in streams}
+
+    for part, dataset in datasets.parts.items():
+        if part not in streams:
+            sizes[part] = dataset_size(dataset, split=part)
     data = {**sizes, "streams": streams, "source": source}
     datasets = apply_overfit_batches(datasets, config.trainer, plan)
     if isinstance(datasets.train, IterableDataset):
@@ -148,10 +161,11 @@ def _data(
 
 def _steps(config: Config, plan: BatchPlan, datasets: Datasets | None) -> dict[str, Any]:
     """Return the optimizer steps. If those of an epoch are unknown, the total is `max_steps`."""
-    settings, per_epoch = config.trainer, None
+    settings = config.trainer
+    per_epoch = None
     if datasets is not None:
-        size = None if isinstance(datasets.train, IterableDataset) else train_size(datasets)
-        per_epoch = steps_per_epoch(settings, plan, size=size)
+        is_stream = isinstance(datasets.train, IterableDataset)
+        per_epoch = steps_per_epoch(settings, plan, size=None if is_stream else train_size(datasets))
     total = total_steps(settings, steps_per_epoch=per_epoch)
     return {"per_epoch": per_epoch, "total": total, "max_epochs": settings.max_epochs, "max_steps": settings.max_steps}
 
@@ -170,41 +184,42 @@ def _sizes(
     total: int | None,
     notes: list[str],
 ) -> dict[str, Any]:
-    """averages: further copies of the model that callbacks keep. total: optimizer steps."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Return the sizes of model, memory, traffic and checkpoint.
+
+    Args:
+        averages: further copies of the model that callbacks keep.
+        total: optimizer steps of the run; None if unknown.
+    """
     configs = optimizer_configs(config.optimizer)
     param_groups = ParamGroups.of(model, configs)
     optimizer = build.build_optimizer(param_groups, model, total_steps=total)
     build.build_schedule(config.scheduler, optimizer, configs, length=schedule_length)
-    parameters, gradients, buffers = map(tensor_bytes, (model.parameters(), trainable, model.buffers()))
-    groups: list[dict[str, Any]] = []
-    for each, by_label in param_groups.groups(model):
-        for label, own in by_label.items():
-            trained = [parameter for parameter in own if parameter.requires_grad]
-            groups.append(
-                {
-                    "name": label,
-                    "optimizer": each.node["_target_"].rpartition(".")[2],
-                    "tensors": len(own),
-                    "parameters": sum(parameter.numel() for parameter in own),
-                    "trainable": sum(parameter.numel() for parameter in trained),
-                    "state": _state_bytes(each, trained, model, notes),
-                }
-            )
-    states = [group["state"] for group in groups]
-    state_bytes = None if None in states else sum(states)
-    world = context.world_size
+    groups = _groups(param_groups, model, notes)
+    group_bytes = [group["state"] for group in groups]
+    state_bytes = None if None in group_bytes else sum(group_bytes)
+
+    world_size = context.world_size
     costs = strategy.costs()
     shards = costs.num_shards
-    stages = 1 if strategy.num_stages is None else shards  # a stage exchanges gradients only with its copies
-    gathered = tensor_bytes(model.parameters(), costs.param_dtype)
-    reduced = -(-tensor_bytes(trainable, costs.reduce_dtype) // stages) if world > stages else 0
+    # A stage exchanges gradients only with its copies.
+    stages = 1 if strategy.num_stages is None else shards
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameter_bytes = tensor_bytes(model.parameters())
+    gradient_bytes = tensor_bytes(trainable)
+    buffer_bytes = tensor_bytes(model.buffers())
+    gathered_bytes = tensor_bytes(model.parameters(), costs.param_dtype)
+    reduced_bytes = 0
+    if world_size > stages:
+        reduced_bytes = -(-tensor_bytes(trainable, costs.reduce_dtype) // stages)
+
+    # Both raise FrameworkError for a model that they don't fit.
     if strategy.num_stages is not None:
-        split_into_stages(model, strategy.num_stages)  # raises FrameworkError for a model that can't be split
-    apply_activation_checkpointing(model, config.trainer.activation_checkpointing)  # raises FrameworkError, too
+        split_into_stages(model, strategy.num_stages)
+    apply_activation_checkpointing(model, config.trainer.activation_checkpointing)
+
     checkpoint = None
     if state_bytes is not None and config.checkpoint.enabled:
-        checkpoint = checkpoint_bytes(model, state_bytes, world_size=world, averages=averages, strategy=strategy)
+        checkpoint = checkpoint_bytes(model, state_bytes, world_size=world_size, averages=averages, strategy=strategy)
     return {
         "model": {
             "name": type(model).__name__,
@@ -212,17 +227,21 @@ def _sizes(
             "trainable": sum(parameter.numel() for parameter in trainable),
         },
         "memory": {
-            "parameters": -(-parameters // shards),
-            "gradients": -(-gradients // shards),
-            "buckets": reduced if costs.copies_gradients else 0,
+            "parameters": -(-parameter_bytes // shards),
+            "gradients": -(-gradient_bytes // shards),
+            "buckets": reduced_bytes if costs.copies_gradients else 0,
             "optimizer": None if state_bytes is None else -(-state_bytes // shards),
-            "buffers": buffers,
+            "buffers": buffer_bytes,
             "averages": averages * average_bytes((*model.parameters(), *model.buffers())),
-            "anchors": costs.weight_copies * gradients,
-            "errors": costs.gradients_kept * gradients,
+            "anchors": costs.weight_copies * gradient_bytes,
+            "errors": costs.gradients_kept * gradient_bytes,
         },
         "traffic": _traffic(
-            costs.exchanges_every, shards // stages, world // stages, reduced=reduced, gathered=gathered
+            costs.exchanges_every,
+            shards // stages,
+            world_size // stages,
+            reduced=reduced_bytes,
+            gathered=gathered_bytes,
         ),
         "optimizer": described(config.optimizer),
         "groups": groups,
@@ -230,12 +249,32 @@ def _sizes(
     }
 
 
+def _groups(param_groups: ParamGroups, model: nn.Module, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the facts of each parameter group."""
+    groups = []
+    for config, parameters_by_label in param_groups.groups(model):
+        for label, parameters in parameters_by_label.items():
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            groups.append(
+                {
+                    "name": label,
+                    "optimizer": config.node["_target_"].rpartition(".")[2],
+                    "tensors": len(parameters),
+                    "parameters": sum(parameter.numel() for parameter in parameters),
+                    "trainable": sum(parameter.numel() for parameter in trained),
+                    "state": _state_bytes(config, trained, model, notes),
+                }
+            )
+    return groups
+
+
 def _state_bytes(
     config: OptimizerConfig, trained: Sequence[nn.Parameter], model: nn.Module, notes: list[str]
 ) -> int | None:
     try:
         return optimizer_bytes(config, trained, model=model)
-    except Exception as error:  # maybe the user's own optimizer: the other sizes are still known
+    except Exception as error:
+        # It may be the user's own optimizer. The other sizes are still known.
         notes.append(f"The optimizer's state isn't known: it can't step without training ({describe_error(error)}).")
         return None
 
