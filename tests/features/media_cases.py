@@ -52,22 +52,22 @@ class Reporting:
         self.rank = context.rank
         self.stop_after = stop_after
 
-    def on_train_epoch_start(self, report):
-        return Log({"epoch_start": report.epoch})
+    def on_train_epoch_start(self, info):
+        return Log({"epoch_start": info.epoch})
 
-    def on_train_step_end(self, report):
-        values: dict[str, Any] = {"step_sum": (report.step * (self.rank + 1), self.rank + 1)}
+    def on_train_step_end(self, info):
+        values: dict[str, Any] = {"step_sum": (info.step * (self.rank + 1), self.rank + 1)}
         if self.rank == 1:
             values["of_one_rank"] = (torch.tensor(4.0), torch.tensor(2))
-        if report.step == 3:
+        if info.step == 3:
             values["third"] = torch.tensor(float(self.rank + 3))
-        return Log(values, stop=Stop("enough") if report.step == self.stop_after else None)
+        return Log(values, stop=Stop("enough") if info.step == self.stop_after else None)
 
-    def on_validation_end(self, report):
-        return Log({**everything(report.step), "val_sum": (self.rank, 1)})
+    def on_validation_end(self, info):
+        return Log({**everything(info.step), "val_sum": (self.rank, 1)})
 
-    def on_train_epoch_end(self, report):
-        return Log({"epoch_end": report.epoch})
+    def on_train_epoch_end(self, info):
+        return Log({"epoch_end": info.epoch})
 
 
 class Lines(Logger):

@@ -112,13 +112,13 @@ class Notes:
         self.rank, self.stop_after, self.lines, self.steps = rank, stop_after, [], 0
     def on_fit_start(self, info):
         self.lines.append(["start", info.start_step, info.total_steps, info.steps_per_epoch, self.steps])
-    def on_train_step_end(self, report):
+    def on_train_step_end(self, info):
         self.steps += 1
-        self.lines.append(["step", report.step, report.epoch, report.global_count, round(float(report.loss), 6)])
-        if os.environ["RANK"] == str(self.rank) and report.step == self.stop_after:
+        self.lines.append(["step", info.step, info.epoch, info.global_count, round(float(info.loss), 6)])
+        if os.environ["RANK"] == str(self.rank) and info.step == self.stop_after:
             return Stop("Notes: enough")
-    def on_validation_end(self, report):
-        self.lines.append(["val", report.step, report.epoch, sorted(report.metrics)])
+    def on_validation_end(self, info):
+        self.lines.append(["val", info.step, info.epoch, sorted(info.metrics)])
     def on_fit_end(self):
         self.lines.append(["end"])
         Path(f"notes_{os.environ['RANK']}.json").write_text(json.dumps(self.lines))
@@ -222,18 +222,18 @@ from framework import Stop
 
 class Every:
     def __init__(self, stop=None, stop_before=None): self.lines, self.stop, self.stop_before = [], stop, stop_before
-    def on_train_epoch_start(self, report):
-        self.lines.append(["epoch start", report.epoch, report.step])
-        return Stop("enough") if report.epoch == self.stop_before else None
+    def on_train_epoch_start(self, info):
+        self.lines.append(["epoch start", info.epoch, info.step])
+        return Stop("enough") if info.epoch == self.stop_before else None
     def on_before_optimizer_step(self, optimizer):
         gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
         self.lines.append(["before step", str(sum(float(each.square().sum()) for each in gradients) ** 0.5)])
-    def on_train_step_end(self, report): self.lines.append(["step", report.step])
-    def on_validation_start(self, report): self.lines.append(["validation start", report.epoch, report.step])
-    def on_validation_end(self, report): self.lines.append(["validation end", report.epoch, report.step])
-    def on_train_epoch_end(self, report):
-        self.lines.append(["epoch end", report.epoch, report.step])
-        return Stop("enough") if report.epoch == self.stop else None
+    def on_train_step_end(self, info): self.lines.append(["step", info.step])
+    def on_validation_start(self, info): self.lines.append(["validation start", info.epoch, info.step])
+    def on_validation_end(self, info): self.lines.append(["validation end", info.epoch, info.step])
+    def on_train_epoch_end(self, info):
+        self.lines.append(["epoch end", info.epoch, info.step])
+        return Stop("enough") if info.epoch == self.stop else None
     def on_fit_end(self): Path("every").write_text(repr(self.lines))
     def state_dict(self): return {"lines": self.lines}
     def load_state_dict(self, state): self.lines = [*map(list, state["lines"]), ["resumed"]]
@@ -288,17 +288,17 @@ import torch
 class Stage:
     '''Sets what the epoch needs, in the model, which no checkpoint keeps.'''
     def on_fit_start(self, info): self.model = info.model
-    def on_train_epoch_start(self, report):
-        self.model.stage = report.epoch
-        with open("starts", "a") as file: file.write(f"{report.epoch} {report.step} {report.resumed} ")
-    def on_train_step_end(self, report):
+    def on_train_epoch_start(self, info):
+        self.model.stage = info.epoch
+        with open("starts", "a") as file: file.write(f"{info.epoch} {info.step} {info.resumed} ")
+    def on_train_step_end(self, info):
         with open("stages", "a") as file: file.write(f"{self.model.stage} ")
 
 class Changes:
     '''Changes what a checkpoint holds.'''
     count = 0
     def on_fit_start(self, info): self.model, self.optimizer = info.model, info.optimizer
-    def on_train_epoch_start(self, report):
+    def on_train_epoch_start(self, info):
         self.count += 1
         for group in self.optimizer.param_groups: group["lr"] *= 0.5
         self.optimizer.state.clear()
@@ -349,15 +349,15 @@ def test_a_stop_between_two_epochs(train, tmp_path, stop):
 
 
 def test_another_answer_than_stop_is_refused(train, tmp_path, capsys):
-    (tmp_path / "yes.py").write_text("class Yes:\n    def on_train_step_end(self, report): return True\n")
+    (tmp_path / "yes.py").write_text("class Yes:\n    def on_train_step_end(self, info): return True\n")
     train(*SHORT, "+callbacks.yes._target_=yes.Yes", status=2)
     assert "A callback returned True. Return framework.Stop(reason)" in capsys.readouterr().err
 
 
 CLOSING = """
 class Falls:
-    def on_train_step_end(self, report):
-        if report.step == 3:
+    def on_train_step_end(self, info):
+        if info.step == 3:
             raise ValueError("the real failure")
 
 class Closes:

@@ -130,7 +130,7 @@ def test_final_metrics_are_logged_once(train, tmp_path):
 
 def test_values_that_cannot_be_logged_are_refused(train, tmp_path, capsys):
     (tmp_path / "odd.py").write_text(
-        "from framework import Log\nclass Odd:\n    def on_validation_end(self, report): return Log({'x': 'y'})\n"
+        "from framework import Log\nclass Odd:\n    def on_validation_end(self, info): return Log({'x': 'y'})\n"
     )
     train(*SHORT, "+callbacks.odd._target_=odd.Odd", status=2)
     assert "val/x is logged as 'y'. Log a number" in capsys.readouterr().err
@@ -255,7 +255,7 @@ from pathlib import Path
 from matplotlib import pyplot
 from framework import Figure, Log
 class Figures:
-    def on_train_step_end(self, report): return Log({"figure": Figure(pyplot.figure())})
+    def on_train_step_end(self, info): return Log({"figure": Figure(pyplot.figure())})
     def on_fit_end(self): Path("open").write_text(str(pyplot.get_fignums()))
 """
 

@@ -62,8 +62,8 @@ class KilledOnce:
         self.step = step
         self.mark = Path("killed")
 
-    def on_train_step_end(self, report):
-        if self.context.is_main and report.step == self.step and not self.mark.exists():
+    def on_train_step_end(self, info):
+        if self.context.is_main and info.step == self.step and not self.mark.exists():
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -71,10 +71,10 @@ class KilledOnce:
 class Stopping:
     """Suspends W&B's own process after a step: its library then waits forever."""
 
-    def on_train_step_end(self, report):
+    def on_train_step_end(self, info):
         import psutil
 
-        if report.step == 20:
+        if info.step == 20:
             while not (found := [each for each in psutil.Process().children() if "wandb-core" in each.name()]):
                 time.sleep(0.05)
             found[0].suspend()
