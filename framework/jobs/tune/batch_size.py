@@ -96,12 +96,16 @@ def largest_fitting(fits: Callable[[int], bool], *, start: int, most: int) -> in
     Doubles from `start`, or halves if that is too large, then bisects the interval. No size is tried twice. Every rank
     must call it with the same numbers, and `fits` must return the same on all.
     """
-    fitting, failing, size = 0, most + 1, min(start, most)
+    fitting = 0
+    failing = most + 1
+    size = min(start, most)
     while fitting < size < failing:
         if fits(size):
-            fitting, size = size, min(2 * size, most)
+            fitting = size
+            size = min(2 * size, most)
         else:
-            failing, size = size, size // 2
+            failing = size
+            size //= 2
     step = resolution(fitting)
     # Of these, the ones that fit come first: about log2 of them are tried.
     candidates = range(fitting // step * step + step, failing, step)
@@ -114,9 +118,11 @@ class BatchSizing:
     """Plans steps for any batch size; the number of processes, and accumulation or the global batch, stay."""
 
     world_size: int
-    accumulate: int  # forward passes per step, unless there is a global batch
+    # Forward passes per step, unless there is a global batch.
+    accumulate: int
     global_batch_size: int | None
-    samples: int  # in the dataset
+    # In the dataset.
+    samples: int
 
     def most(self, limit: int | None) -> tuple[int, str]:
         """Return the largest sensible batch of one pass, and what limits it: a key, or "data"."""
@@ -196,21 +202,28 @@ class HostMemory:
     def clear(self) -> None:
         """Return free memory to the system, and measure the peak from here on."""
         gc.collect()
-        with suppress(OSError, AttributeError):  # another C library
+        # Another C library may not have it.
+        with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
-        with suppress(OSError):  # then it is the peak of the whole process: too high rather than too low
+        # If it is refused, the peak is that of the whole process: too high rather than too low.
+        with suppress(OSError):
             (self._folder / "clear_refs").write_text(_RESET_PEAK)
 
     def peak_bytes(self) -> int | None:
         """Return the most that was taken since `clear`, beyond what was taken at first; None if it isn't known."""
         peak = self._status("VmHWM")
-        return None if peak is None or self._before is None else max(0, peak - self._before)
+        if peak is None or self._before is None:
+            return None
+        return max(0, peak - self._before)
 
     def _status(self, name: str) -> int | None:
-        with suppress(OSError):
-            found = re.search(rf"^{name}:\s*(\d+) kB", (self._folder / "status").read_text(), re.MULTILINE)
-            return None if found is None else int(found[1]) * 1024
-        return None
+        """Return a line of the process's status, in bytes; None if it isn't known."""
+        try:
+            text = (self._folder / "status").read_text()
+        except OSError:
+            return None
+        match = re.search(rf"^{name}:\s*(\d+) kB", text, re.MULTILINE)
+        return None if match is None else int(match[1]) * 1024
 
 
 @final
@@ -225,8 +238,10 @@ class DeviceMemory:
         reports = hasattr(torch.get_device_module(devices[0]), "mem_get_info")
         self._devices = list(dict.fromkeys(devices)) if reports else []
         self.clear()
-        free = [torch.accelerator.get_memory_info(device)[0] for device in self._devices]
-        self.room_bytes = int(sum(free) * (1 - margin)) // sharing if free else None
+        self.room_bytes = None
+        if self._devices:
+            free_bytes = sum(torch.accelerator.get_memory_info(device)[0] for device in self._devices)
+            self.room_bytes = int(free_bytes * (1 - margin)) // sharing
         self._before = sum(map(torch.accelerator.memory_allocated, self._devices))
 
     def clear(self) -> None:
@@ -238,8 +253,10 @@ class DeviceMemory:
 
     def peak_bytes(self) -> int | None:
         """Return the most that was taken since `clear`, beyond what was taken at first; None if it isn't known."""
+        if not self._devices:
+            return None
         taken = sum(map(torch.accelerator.max_memory_allocated, self._devices))
-        return max(0, taken - self._before) if self._devices else None
+        return max(0, taken - self._before)
 
 
 def full_steps(loader: MapLoader, plan: BatchPlan) -> MapLoader:
@@ -268,23 +285,30 @@ class Trials:
 
     def __init__(self, setup: RankSetup, loader: MapLoader, sizing: BatchSizing, *, averages: int) -> None:
         """Every rank must make one. averages: see `find_batch_size`."""
-        self._context, self._loader, self._sizing = setup.context, loader, sizing
-        self._steps, margin = setup.config.tune.steps_per_trial, setup.config.tune.margin
-        self.tried: dict[int, dict[str, Any]] = {}  # as tune.json has them, by samples
+        self._context = setup.context
+        self._loader = loader
+        self._sizing = sizing
+        self._steps = setup.config.tune.steps_per_trial
+        # The trials as tune.json has them, by samples.
+        self.tried: dict[int, dict[str, Any]] = {}
         self._trainer = build_trainer(replace(setup, strategy=Strategy()), loader, {})
         self._trainer.leave_out_exchange()
         for param_group in self._trainer.state.optimizer.param_groups:
             param_group["lr"] = 0.0
-        self._exchange = setup.exchange  # over the CPU
+        # It goes over the CPU.
+        self._exchange = setup.exchange
         self._exchange.open()
         # Gradients that are exchanged are copied; some strategies keep copies of weights.
         gradients = int(self._context.world_size > 1) + setup.strategy.costs().weight_copies
         model = self._trainer.state.bare_model
         self._copies = []
         for tensor in (*model.parameters(), *model.buffers()):
-            widened = average_dtype(tensor).itemsize // tensor.itemsize  # averages of bfloat16 are float32
+            # Averages of bfloat16 are float32.
+            widened = average_dtype(tensor).itemsize // tensor.itemsize
             self._copies.append((tensor, averages * widened + gradients * tensor.requires_grad))
-        barrier(self._context)  # all processes of a node measure what is free before one of them takes it
+        # All processes of a node measure what is free before one of them takes it.
+        margin = setup.config.tune.margin
+        barrier(self._context)
         if self._context.device.type == "cpu":
             self.memory = HostMemory(sharing=self._context.topology.procs_per_node, margin=margin)
         else:
@@ -298,7 +322,8 @@ class Trials:
         Passes errors that aren't about memory.
         """
         size = self._sizing.pass_size(size)
-        if size in self.tried:  # several sizes split a global batch in the same way
+        # Several sizes split a global batch in the same way.
+        if size in self.tried:
             return bool(self.tried[size]["fits"])
         own = self._try(size)
         outcomes = [self._exchange.broadcast(own, source=rank) for rank in range(self._context.world_size)]
@@ -319,13 +344,15 @@ class Trials:
 
     def _try(self, size: int) -> tuple[str | None, int | None, float | None]:
         """Return why the size doesn't fit on this rank, the peak in bytes, and the seconds of the fastest step."""
-        expected, room = self._expected_bytes(size), self.memory.room_bytes
+        expected = self._expected_bytes(size)
+        room = self.memory.room_bytes
         if room is not None and expected > room:
             return f"would take about {format_binary_bytes(expected)} of {format_binary_bytes(room)}", None, None
         self.memory.clear()
         refusal, step_s = self._make_steps(size)
         peak = self.memory.peak_bytes()
-        self.memory.clear()  # at once: other processes of this machine may still make their steps
+        # At once: other processes of this machine may still make their steps.
+        self.memory.clear()
         if refusal is None and peak is not None and room is not None and peak > room:
             refusal = f"took {format_binary_bytes(peak)} of {format_binary_bytes(room)}"
         return refusal, peak, step_s
@@ -335,13 +362,16 @@ class Trials:
         loader = full_steps(self._loader, self._sizing.trial(size))
         times_s: list[float] = []
         try:
-            reserved = [torch.ones_like(each) for each, copies in self._copies for _ in range(copies)]
+            reserved = []
+            for tensor, copies in self._copies:
+                reserved += [torch.ones_like(tensor) for _ in range(copies)]
             for step_s in train_steps(self._trainer, loader, self._steps):
-                if not times_s:  # the first step loads kernels and compiles
+                # The first step loads kernels and compiles.
+                if not times_s:
                     self.memory.clear()
                 times_s.append(step_s)
             del reserved
-        except Exception as error:  # of the user's code, too
+        except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return describe_error(error), None
@@ -354,14 +384,17 @@ class Trials:
 
         The first size is compared with what the weights take without any sample. 0 if the size may be tried.
         """
-        peaks = sorted((n, each["peak_bytes"]) for n, each in self.tried.items() if each["fits"])
+        peaks = sorted((samples, trial["peak_bytes"]) for samples, trial in self.tried.items() if trial["fits"])
         if isinstance(self.memory, DeviceMemory) or not peaks or peaks[-1][1] is None:
             return 0
-        states = self._trainer.state.optimizer.state.values()
-        kept = sum(each.nbytes for state in states for each in state.values() if isinstance(each, Tensor))
-        fixed = kept + sum((copies + each.requires_grad) * each.nbytes for each, copies in self._copies)
-        (size_before, before), (size_last, last) = [(0, fixed), *peaks][-2:]
-        return int(last + max(last - before, 0) / (size_last - size_before) * (size - size_last))
+        fixed_bytes = 0
+        for state in self._trainer.state.optimizer.state.values():
+            fixed_bytes += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+        for tensor, copies in self._copies:
+            fixed_bytes += (copies + tensor.requires_grad) * tensor.nbytes
+        (size_before, before), (size_last, last) = [(0, fixed_bytes), *peaks][-2:]
+        bytes_per_sample = max(last - before, 0) / (size_last - size_before)
+        return int(last + bytes_per_sample * (size - size_last))
 
 
 def _line(trial: Mapping[str, Any]) -> str:
