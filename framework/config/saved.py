@@ -52,7 +52,7 @@ def save_config(run_dir: RunDir, *, raw: Mapping[str, Any], overrides: Sequence[
     recipe = [text for text in overrides if key_of(text) == "recipe"] or [f"recipe={raw['recipe']}"]
     others = [text for text in overrides if key_of(text) not in ("recipe", "resume", "rerun")]
 
-    # The configuration comes last: a run that has one is complete.
+    # The configuration comes last, so that a run that has one has the other files, too.
     texts: dict[Path, str] = {}
     entries = secrets.entries()
     if entries or run_dir.secrets_file.exists():

@@ -370,7 +370,7 @@ class PathConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    # The name of the recipe, the first folder of the run directory's path.
+    # The name of the recipe, which is also the folder of its runs in path.outputs.
     recipe: str
     # What the command does: one of the framework's jobs, or a function of the user's.
     job: JobName
