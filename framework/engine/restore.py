@@ -1,8 +1,7 @@
-"""Resuming from a checkpoint: which one, what is restored, and which settings may not have changed."""
+"""Resuming: which checkpoint, and what is restored from it."""
 
 from __future__ import annotations
 
-import inspect
 import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,21 +14,17 @@ from framework.checkpoint.lookup import LastUndamaged, describe_others, last_und
 from framework.checkpoint.reader import load_weights
 from framework.checkpoint.replicas import own_training
 from framework.checkpoint.writer import point
-from framework.config.optimizers import optimizer_configs
 from framework.config.renamed import with_present_names, without_removed
 from framework.config.saved import load_written_config, load_yaml
-from framework.config.schema import Config
 from framework.distributed.collectives import barrier, broadcast_object, gather_to_all
 from framework.distributed.seed import mix, restore_generator_states, seed_everything
 from framework.distributed.sharded import is_model_sharded
+from framework.engine.changed_settings import change_optimizers, check_optimizer_and_schedule
 from framework.engine.setup import RankSetup
 from framework.engine.weights import load_initial_weights
-from framework.errors import CheckpointError, ConfigError, RunError
+from framework.errors import CheckpointError, RunError
 from framework.media import Text
-from framework.optim.schedule import Schedule
-from framework.optim.schedule_replay import Change
 from framework.system.rank_log import logger, warn
-from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
 
 
@@ -114,10 +109,11 @@ def _look(source: Path, faults: Mapping[Path, str | None], *, is_last: bool) -> 
 def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
     saved = without_removed(with_present_names(load_yaml(source / "config.yaml")))
     now = load_written_config(setup.run_dir)
-    _check_optimizer_and_schedule(setup.config, saved)
+    check_optimizer_and_schedule(setup.config, saved)
     model = trainer.state.bare_model
     if is_model_sharded(model):
-        from framework.checkpoint.sharded_state import load_sharded  # takes most of a second to import
+        # Takes most of a second to import.
+        from framework.checkpoint.sharded_state import load_sharded
 
         checkpoint = load_sharded(source, model, trainer.state.optimizer)
         training = checkpoint["training"]
@@ -132,14 +128,12 @@ def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
     if is_changed and training.get("stop", {}).get("reason"):
         training = {**training, "stop": {"reason": None, "wishes": []}}
     trainer.load_state_dict(training)
-    _change_optimizer(setup.config, saved, trainer.state)
+    change_optimizers(setup.config, saved, trainer.state)
     logger.info("resuming from %s", source)
     batch = setup.plan.global_batch_size
-    before = training.get("global_batch_size", setup.plan.global_batch_size)
-    if batch != before:
-        text = f"A global batch has {batch} samples now, and had {before}: keep it with data.global_batch_size={before}"
-        if setup.context.is_main:
-            warn(text)
+    before = training.get("global_batch_size", batch)
+    if batch != before and setup.context.is_main:
+        warn(f"A global batch has {batch} samples now, and had {before}: keep it with data.global_batch_size={before}")
     trainer.restore_generators = partial(
         _restore_generators, setup, checkpoint["generators"], step=trainer.progress.step
     )
@@ -150,64 +144,10 @@ def _restore_generators(setup: RankSetup, saved: Sequence[dict[str, Any]], *, st
     context = setup.context
     seed_everything(mix(setup.config.seed, "resumed on", context.world_size, step), rank=setup.seeded_as)
     if len(saved) != context.world_size:
-        counts = (len(saved), context.world_size)
-        logger.warning("the checkpoint is of %d ranks, this run has %d: random generators are seeded again", *counts)
+        logger.warning(
+            "the checkpoint is of %d ranks, this run has %d: random generators are seeded again",
+            len(saved),
+            context.world_size,
+        )
     elif not restore_generator_states(saved[context.rank], devices=context.devices):
         logger.warning("the checkpoint is of other devices: their random generators are seeded again")
-
-
-def _check_optimizer_and_schedule(config: Config, saved: dict[str, Any]) -> None:
-    """Raise ConfigError for another optimizer, and for another or a changed schedule: the saved state would win."""
-    optimizers = optimizer_configs(config.optimizer), optimizer_configs(saved["optimizer"])
-    schedules = config.scheduler.schedule or {}, saved["scheduler"]["schedule"] or {}
-    pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [("schedule", *schedules)]
-    if len(optimizers[0]) == len(optimizers[1]):
-        pairs[:0] = [("optimizer", now.node, then.node) for now, then in zip(*optimizers, strict=True)]
-        pairs += [("schedule", now.own_schedule, then.own_schedule) for now, then in zip(*optimizers, strict=True)]
-    for kind, now, then in pairs:
-        if now.get("_target_") != then.get("_target_"):
-            here, there = (f"the {kind} {node['_target_']}" if node else f"no {kind}" for node in (now, then))
-            raise ConfigError(
-                f"resume can't continue with {here}: the checkpoint has {there}.\n"
-                "Keep that, or start a new run from these weights with init_from."
-            )
-    if len({repr([each.choice for each in configs]) for configs in optimizers}) > 1:
-        raise ConfigError(
-            "resume can't change which optimizer or group a parameter belongs to: the names and `params` in the "
-            "section optimizer are others than in the checkpoint.\n"
-            "Keep them, or start a new run from these weights with init_from."
-        )
-    for kind, now, then in pairs:
-        changed = [name for name in {**then, **now} if now.get(name) != then.get(name)] if kind == "schedule" else []
-        if changed:
-            one_by_one = ", ".join(f"{name}={now.get(name)} (it was {then.get(name)})" for name in changed)
-            raise ConfigError(
-                f"resume can't change a schedule that has begun: scheduler.schedule.{one_by_one}.\n"
-                "Keep it as it was, or start a new run from these weights with init_from."
-            )
-
-
-def _change_optimizer(config: Config, saved: dict[str, Any], state: TrainState) -> None:
-    """Give the restored optimizer the settings that have changed since; its state has the old values."""
-    texts = []
-    configs = optimizer_configs(config.optimizer), optimizer_configs(saved["optimizer"])
-    for now, then, optimizer in zip(*configs, state.optimizers, strict=True):
-        schedule = state.schedule if isinstance(state.schedule, Schedule) else state.schedule.named[now.name]
-        defaults = inspect.signature(type(optimizer)).parameters
-        changes: dict[int, dict[str, Change]] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            label = group.get("name", now.name)
-            settings = now.settings(label)
-            before = then.settings(label)
-            for name in {**before, **settings}:
-                default = defaults[name].default if name in defaults else inspect.Parameter.empty
-                change = Change(before.get(name, default), settings.get(name, default))
-                if change.before == change.now or inspect.Parameter.empty in change:
-                    continue
-                changes.setdefault(number, {})[name] = change
-                key = now.key if label == now.name else f"{now.key} ({label})"
-                texts.append(f"{key}.{name}={change.now}")
-        if changes:
-            schedule.change_settings(optimizer, changes, key=now.key)
-    if texts:
-        logger.info("changed since the checkpoint: %s", ", ".join(texts))

@@ -87,14 +87,18 @@ class Pipeline(Strategy):
         self.shard_index = self._position
         self._share = DataShare(copy, copies, self._microbatches if context.world_size > 1 else 1)
         self._cap_bytes = bucket_cap_mb * MB
-        self._copies_group: dist.ProcessGroup | None = None  # ranks with the same stages
+        # Ranks with the same stages.
+        self._copies_group: dist.ProcessGroup | None = None
         self._pipeline_group: dist.ProcessGroup | None = None
-        self._stages: dict[int, nn.Module] = {}  # this rank's, by number
-        self._wrappers: list[nn.Module] = []  # modules that stages have around the model's own
+        # This rank's, by number.
+        self._stages: dict[int, nn.Module] = {}
+        # Modules that stages have around the model's own.
+        self._wrappers: list[nn.Module] = []
         self._examples_for = cache(self._find_examples)
         # Of full windows, and of the short one that ends an epoch.
         self._schedule_for = lru_cache(maxsize=2)(self._make_schedule)
-        self._loss: Any = None  # the loss function of the current window
+        # The loss function of the current window.
+        self._loss: Any = None
 
     def data_share(self, context: Context) -> DataShare:
         return self._share
@@ -128,7 +132,8 @@ class Pipeline(Strategy):
         Calling it passes a batch through all stages, in evaluation only. Raises ConfigError and TargetError for a model
         that can't be split, TopologyError for a single process.
         """
-        context, copies = self._context, self._share.world_size
+        context = self._context
+        copies = self._share.world_size
         if context.world_size == 1:
             raise TopologyError(
                 "strategy=pipeline puts the stages of a model on several processes, and there is one.\n"
@@ -148,8 +153,10 @@ class Pipeline(Strategy):
         )
         set_layout(model, layout)
         self._stages = {index: stages[index] for index in own}
-        within = set(model.modules())
-        self._wrappers = [each for stage in self._stages.values() for each in stage.modules() if each not in within]
+        modules_of_model = set(model.modules())
+        self._wrappers = []
+        for stage in self._stages.values():
+            self._wrappers += [module for module in stage.modules() if module not in modules_of_model]
         drop_other_stages(model, self._stages.values())
         model.to(context.device)
         pipelines = [range(copy, context.world_size, copies) for copy in range(copies)]
@@ -203,12 +210,14 @@ class Pipeline(Strategy):
         # The largest of this window, not of those before, which a resumed run hasn't seen.
         num_rows = max(len(tensors[0]) for tensors in inputs)
         shapes = tuple(((num_rows, *each.shape[1:]), each.dtype) for each in inputs[0])
-        real_rows = [
-            len(tensors[0]) if micro.num_samples else 0 for tensors, micro in zip(inputs, micro_batches, strict=True)
-        ]
-        real_rows += [0] * (number - len(real_rows))
+        real_rows = [0] * number
+        for index, micro in enumerate(micro_batches):
+            # A micro-batch without samples is a stand-in, which has rows.
+            if micro.num_samples:
+                real_rows[index] = len(inputs[index][0])
         scale = self._share.world_size / window.global_count
-        last_loss = torch.zeros((), device=device)  # stays 0 except on the rank with the last stage
+        # Stays 0 except on the rank with the last stage.
+        last_loss = torch.zeros((), device=device)
 
         def weighted_loss(output: Any, position: Tensor) -> Tensor:
             nonlocal last_loss
@@ -219,7 +228,8 @@ class Pipeline(Strategy):
             stand_in: Any = _ModelStandIn(output=real)
             with precision.autocast():
                 step_output = task.training_step(stand_in, micro_batches[index].batch)
-            last_loss = step_output.loss.detach().float()  # the type in which the other ranks receive it
+            # In the type in which the other ranks receive it.
+            last_loss = step_output.loss.detach().float()
             return add(step_output, micro_batches[index].num_samples, scale)
 
         self._loss = weighted_loss
@@ -346,8 +356,11 @@ def _size_of(schedule: str, num_stages: int | None, stages_per_rank: int | None,
     """Return the numbers of stages and of ranks of a pipeline. A single process is never refused: it may evaluate."""
     if schedule not in _SCHEDULES:
         raise ConfigError(f"strategy.schedule={schedule}: must be one of {', '.join(_SCHEDULES)}.")
-    has_several, world = schedule == "interleaved", context.world_size
-    per_rank = (2 if has_several else 1) if stages_per_rank is None else stages_per_rank
+    world = context.world_size
+    has_several = schedule == "interleaved"
+    per_rank = stages_per_rank
+    if per_rank is None:
+        per_rank = 2 if has_several else 1
     if per_rank < 1 or (per_rank > 1) is not has_several:
         raise ConfigError(
             f"strategy.stages_per_rank={per_rank}: schedule=interleaved has 2 or more stages on each rank, the others "
@@ -376,15 +389,16 @@ def _check_inputs(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return them. Raises TargetError unless all are tensors with the same number of samples."""
     sizes = {each.shape[0] if isinstance(each, Tensor) and each.ndim else None for each in inputs}
     if not inputs or None in sizes or len(sizes) > 1:
-        given = ", ".join(
-            f"a tensor of shape {tuple(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
-            for each in inputs
-        )
+        given = ", ".join(map(_kind_of, inputs))
         raise TargetError(
             f"strategy=pipeline calls the model with tensors whose first dimension is the sample, and the task passed "
             f"{given or 'nothing'}."
         )
     return tuple(inputs)
+
+
+def _kind_of(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _as_tuple(output: Any) -> tuple[Tensor, ...]:
@@ -451,10 +465,18 @@ class _PaddedStage(nn.Module):
     def _zeros(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return zeros that a backward passes through to the inputs."""
         device = inputs[0].device
-        leaf = torch.zeros((), device=device, requires_grad=True)  # the first stage's inputs need no gradient
-        path = sum((each.sum() for each in inputs if each.requires_grad), leaf)
-        zeros = (torch.zeros_like(each, device=device) for each in _as_tuple(self._example))
-        return tuple(each + (0 * path).to(each.dtype) if each.is_floating_point() else each for each in zeros)
+        # The first stage's inputs need no gradient, so the path begins with something that does.
+        path = torch.zeros((), device=device, requires_grad=True)
+        for tensor in inputs:
+            if tensor.requires_grad:
+                path = path + tensor.sum()
+        outputs = []
+        for example in _as_tuple(self._example):
+            zeros = torch.zeros_like(example, device=device)
+            if zeros.is_floating_point():
+                zeros = zeros + (0 * path).to(zeros.dtype)
+            outputs.append(zeros)
+        return tuple(outputs)
 
 
 class _Recorded(BaseException):

@@ -1,0 +1,108 @@
+"""What a resumed run may change of its optimizer and schedule, and how the restored optimizer gets it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from framework.config.optimizers import OptimizerConfig, optimizer_configs
+from framework.config.schema import Config
+from framework.errors import ConfigError
+from framework.optim.schedule import Schedule
+from framework.optim.schedule_replay import Change
+from framework.system.rank_log import logger
+from framework.training.train_state import TrainState
+
+Node = Mapping[str, Any]
+
+
+def check_optimizer_and_schedule(config: Config, saved: dict[str, Any]) -> None:
+    """Raise ConfigError for another optimizer, and for another or a changed schedule: the saved state would win."""
+    configs_now = optimizer_configs(config.optimizer)
+    configs_before = optimizer_configs(saved["optimizer"])
+    optimizers: list[tuple[Node, Node]] = []
+    schedules: list[tuple[Node, Node]] = [(config.scheduler.schedule or {}, saved["scheduler"]["schedule"] or {})]
+    if len(configs_now) == len(configs_before):
+        for now, before in zip(configs_now, configs_before, strict=True):
+            optimizers.append((now.node, before.node))
+            schedules.append((now.own_schedule, before.own_schedule))
+
+    for node_now, node_before in optimizers:
+        _check_same_target("optimizer", node_now, node_before)
+    for node_now, node_before in schedules:
+        _check_same_target("schedule", node_now, node_before)
+    if _choices(configs_now) != _choices(configs_before):
+        raise ConfigError(
+            "resume can't change which optimizer or group a parameter belongs to: the names and `params` in the "
+            "section optimizer are others than in the checkpoint.\n"
+            "Keep them, or start a new run from these weights with init_from."
+        )
+    for node_now, node_before in schedules:
+        _check_same_schedule(node_now, node_before)
+
+
+def change_optimizers(config: Config, saved: dict[str, Any], state: TrainState) -> None:
+    """Give the restored optimizers the settings that have changed since; their state has the old values."""
+    texts = []
+    configs_now = optimizer_configs(config.optimizer)
+    configs_before = optimizer_configs(saved["optimizer"])
+    for now, before, optimizer in zip(configs_now, configs_before, state.optimizers, strict=True):
+        changes: dict[int, dict[str, Change]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            label = group.get("name", now.name)
+            group_changes = _changes_of_group(optimizer, now.settings(label), before.settings(label))
+            if group_changes:
+                changes[number] = group_changes
+            key = now.key if label == now.name else f"{now.key} ({label})"
+            texts += [f"{key}.{name}={change.now}" for name, change in group_changes.items()]
+        if changes:
+            schedule = state.schedule if isinstance(state.schedule, Schedule) else state.schedule.named[now.name]
+            schedule.change_settings(optimizer, changes, key=now.key)
+    if texts:
+        logger.info("changed since the checkpoint: %s", ", ".join(texts))
+
+
+def _changes_of_group(optimizer: Optimizer, now: Node, before: Node) -> dict[str, Change]:
+    """Return the settings of a parameter group that differ, by name. One that isn't set has the class's default."""
+    parameters = inspect.signature(type(optimizer)).parameters
+    changes = {}
+    for name in {**before, **now}:
+        default = parameters[name].default if name in parameters else inspect.Parameter.empty
+        change = Change(before.get(name, default), now.get(name, default))
+        if change.before != change.now and inspect.Parameter.empty not in change:
+            changes[name] = change
+    return changes
+
+
+def _choices(configs: list[OptimizerConfig]) -> list[str]:
+    """Return how each optimizer chooses its parameters, in a form that can be compared."""
+    return [repr(config.choice) for config in configs]
+
+
+def _check_same_target(kind: str, now: Node, before: Node) -> None:
+    """Raise ConfigError for another class. kind: what the nodes are, for messages."""
+    if now.get("_target_") != before.get("_target_"):
+        raise ConfigError(
+            f"resume can't continue with {_described(kind, now)}: the checkpoint has {_described(kind, before)}.\n"
+            "Keep that, or start a new run from these weights with init_from."
+        )
+
+
+def _check_same_schedule(now: Node, before: Node) -> None:
+    """Raise ConfigError for a schedule with other arguments."""
+    changed = []
+    for name in {**before, **now}:
+        if now.get(name) != before.get(name):
+            changed.append(f"{name}={now.get(name)} (it was {before.get(name)})")
+    if changed:
+        raise ConfigError(
+            f"resume can't change a schedule that has begun: scheduler.schedule.{', '.join(changed)}.\n"
+            "Keep it as it was, or start a new run from these weights with init_from."
+        )
+
+
+def _described(kind: str, node: Node) -> str:
+    return f"the {kind} {node['_target_']}" if node else f"no {kind}"
