@@ -28,11 +28,10 @@ def batchnorm_statistics(state: TrainState) -> dict[str, Tensor]:
     weight. Layers in evaluation mode, whose statistics are frozen, are left out. The model, the task and all generators
     stay as they are. Every rank must call it between two epochs.
     """
-    layers: dict[str, Any] = {
-        name: module
-        for name, module in state.bare_model.named_modules()
-        if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None
-    }
+    layers: dict[str, Any] = {}
+    for name, module in state.bare_model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
+            layers[name] = module
     if not layers:
         return {}
     sums = {name: _Sums(layer) for name, layer in layers.items()}
@@ -82,7 +81,10 @@ def _recorded(layers: dict[str, Any], sums: dict[str, _Sums]) -> Iterator[None]:
 
 def _forward_epoch(state: TrainState) -> None:
     """Run every micro-batch of the last epoch forward, as a training step does."""
-    steps = [state.task.training_step] if state.phases is None else [phase.step for phase in state.phases.all]
+    if state.phases is None:
+        steps = [state.task.training_step]
+    else:
+        steps = [phase.step for phase in state.phases.all]
     for window in state.train_loader.epoch(state.progress.last_epoch):
         for micro in window.micro_batches:
             # Stand-ins are needed only if layers exchange statistics in the forward.
@@ -98,9 +100,12 @@ def _means_over_ranks(sums: dict[str, _Sums], context: Context) -> dict[str, tup
 
     A layer that saw no batch keeps the statistics of a new one.
     """
-    parts = [part for each in sums.values() for part in (each.count, each.mean, each.variance)]
+    parts: list[Tensor] = []
+    for layer_sums in sums.values():
+        parts += [layer_sums.count, layer_sums.mean, layer_sums.variance]
     flat = torch.cat([part.to(context.device) for part in parts])
     sizes = [part.numel() for part in parts]
+    # As many tensors as parts, in the same order.
     totals = iter(sum_over_ranks(flat, context).split(sizes))
     means = {}
     for name in sums:

@@ -38,10 +38,13 @@ def _described(warning: UserWarning) -> str:
     frames = traceback.extract_tb(warning.__traceback__)
     # The user's line is the last before torch's.
     calls = [frame for frame in frames if _TORCH not in Path(frame.filename).parents]
-    place = f"  {calls[-1].filename}, line {calls[-1].lineno}, in {calls[-1].name}: {calls[-1].line}\n" if calls else ""
-    sizes = re.findall(r"torch\.Size\(\[([\d, ]*)\]\)", str(warning))
-    target, output = (f"({size})" for size in sizes[:2])
+    place = ""
+    if calls:
+        call = calls[-1]
+        place = f"  {call.filename}, line {call.lineno}, in {call.name}: {call.line}\n"
+    target, output, *_ = re.findall(r"torch\.Size\(\[([\d, ]*)\]\)", str(warning))
     return (
-        f"A loss got an output of shape {output} and a target of shape {target}. They must be the same; broadcasting "
-        f"would compare wrong pairs.\n{place}Give both the same shape, by output.squeeze(-1) or target.unsqueeze(-1)."
+        f"A loss got an output of shape ({output}) and a target of shape ({target}). They must be the same; "
+        f"broadcasting would compare wrong pairs.\n{place}Give both the same shape, by output.squeeze(-1) or "
+        "target.unsqueeze(-1)."
     )

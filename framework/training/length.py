@@ -15,9 +15,11 @@ def apply_limit(total: int, limit: int | float | None) -> int:
     """Return how many of `total` batches a limit leaves: an int is a number of them, a float a share."""
     if limit is None:
         return total
-    if isinstance(limit, float):
-        return max(1, int(total * limit)) if limit > 0 and total else 0
-    return min(total, limit)
+    if isinstance(limit, int):
+        return min(total, limit)
+    if limit == 0 or total == 0:
+        return 0
+    return max(1, int(total * limit))
 
 
 def steps_per_epoch(settings: TrainerConfig, plan: BatchPlan, *, size: int | None) -> int | None:
@@ -74,13 +76,15 @@ def total_steps(settings: TrainerConfig, *, steps_per_epoch: int | None, start: 
     those left, counted with this run's steps per epoch.
     """
     epochs = settings.max_epochs
-    known = [] if settings.max_steps is None else [settings.max_steps]
-    if epochs is not None and steps_per_epoch is not None:
-        is_over = epochs <= start.epoch
-        known.append(
-            start.step if is_over else step_of_epoch_end(epochs - 1, steps_per_epoch=steps_per_epoch, start=start)
-        )
-    return min(known, default=None)
+    if epochs is None or steps_per_epoch is None:
+        return settings.max_steps
+    if epochs <= start.epoch:
+        steps_of_epochs = start.step
+    else:
+        steps_of_epochs = step_of_epoch_end(epochs - 1, steps_per_epoch=steps_per_epoch, start=start)
+    if settings.max_steps is None:
+        return steps_of_epochs
+    return min(steps_of_epochs, settings.max_steps)
 
 
 def schedule_length(
@@ -96,13 +100,18 @@ def schedule_length(
     per_epoch: steps of an epoch, None if unknown. phases: of the task, in which the optimizer `optimizer` steps.
     """
     steps = total_steps(config.trainer, steps_per_epoch=per_epoch, start=start)
-    if config.scheduler.interval == "epoch" and per_epoch is None:
-        return config.trainer.max_epochs
-    if steps is not None and config.scheduler.interval == "step" and phases is not None:
+    if config.scheduler.interval == "step":
+        if phases is None or steps is None:
+            return steps
         return phases.count(optimizer, steps=steps)
-    if steps is None or per_epoch is None or config.scheduler.interval == "step":
-        return steps
+
+    # Counted in epochs.
+    if per_epoch is None:
+        return config.trainer.max_epochs
+    if steps is None:
+        return None
     if steps <= start.step:
         return start.epoch
-    after_first = steps - step_of_epoch_end(start.epoch, steps_per_epoch=per_epoch, start=start)
-    return start.epoch + 1 + max(0, math.ceil(after_first / per_epoch))
+    first_epoch_end = step_of_epoch_end(start.epoch, steps_per_epoch=per_epoch, start=start)
+    epochs_after_first = math.ceil((steps - first_epoch_end) / per_epoch)
+    return start.epoch + 1 + max(0, epochs_after_first)

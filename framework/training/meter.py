@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
@@ -26,11 +25,13 @@ def is_loss(name: str) -> bool:
     return name == LOSS or name.endswith(f"/{LOSS}")
 
 
-_CHUNK = 1024  # scalars that are packed into one tensor: logging rarely mustn't keep a tensor for every step
+# Scalars that are packed into one tensor: logging rarely mustn't keep a tensor for every step.
+_CHUNK = 1024
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # which MPS doesn't have
+    """Return the type that sums are in: MPS has no double precision."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @final
@@ -55,7 +56,7 @@ class Series:
         """Return all that was added, in one flat tensor."""
         if not self._values:
             return torch.zeros(0)
-        self._values = [torch.cat([each.reshape(-1) for each in self._values])]
+        self._values = [torch.cat([value.reshape(-1) for value in self._values])]
         return self._values[0]
 
     def total(self, device: torch.device) -> Tensor:
@@ -66,8 +67,10 @@ class Series:
 
     def first_nonfinite(self) -> int | None:
         """Return the step of the first value that is NaN or infinite; waits for the device."""
-        bad = (~torch.isfinite(self.values())).nonzero().flatten().tolist()
-        return self._steps[bad[0]] if bad else None
+        is_finite: list[bool] = torch.isfinite(self.values()).tolist()
+        if all(is_finite):
+            return None
+        return self._steps[is_finite.index(False)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that was added, on the CPU; waits for the device."""
@@ -84,7 +87,7 @@ class Series:
 
 @final
 class Meter:
-    """Collect what steps compute. Adding only keeps references: no kernel, no wait for the device.
+    """Collects what steps compute. Adding only keeps references: no kernel, no wait for the device.
 
     varies: names differ from one reduction to the next, since phases are due in some steps only.
     """
@@ -92,8 +95,10 @@ class Meter:
     def __init__(self, *, varies: bool = False) -> None:
         self._varies = varies
         self._series: defaultdict[str, Series] = defaultdict(Series)
-        self._counts: defaultdict[str, Series] = defaultdict(Series)  # of metrics whose counts are tensors
-        self._agreed: list[str] | None = None  # names all ranks have, known after the first reduction
+        # Of metrics whose counts are tensors.
+        self._counts: defaultdict[str, Series] = defaultdict(Series)
+        # Names that all ranks have, known after the first reduction.
+        self._agreed: list[str] | None = None
 
     def add(self, output: StepOutput, *, step: int = 0, phase: str = "") -> None:
         """Add one batch: its loss is a mean and counts by `output.weight`, else `num_samples`; metrics are sums.
@@ -101,23 +106,29 @@ class Meter:
         phase: the name of the task's, which then precedes those of loss and metrics.
         """
         prefix = f"{phase}/" if phase else ""
-        loss = output.loss.detach()
-        weight = weight_of(output)
-        if isinstance(weight, Tensor):
-            loss = torch.where(weight > 0, loss, 0) * weight  # the mean over nothing is NaN
-            self._series[prefix + LOSS].add(loss, weight=1, count=0, step=step)
-            self._counts[prefix + LOSS].add(weight, weight=1, count=0, step=step)
-        else:
-            loss = loss if weight else torch.zeros_like(loss)
-            self._series[prefix + LOSS].add(loss, weight=weight, count=weight, step=step)
+        self._add_loss(prefix + LOSS, output.loss.detach(), weight_of(output), step=step)
         for name, (total, count) in output.metrics.items():
-            name = prefix + name
-            # A plain number would be rounded to torch's default type, alone or together with tensors.
-            dtype = torch.float64 if isinstance(total, (int, float)) else None
-            if isinstance(count, Tensor):
-                self._counts[name].add(count.detach(), weight=1, count=0, step=step)
-                count = 0
-            self._series[name].add(torch.as_tensor(total, dtype=dtype).detach(), weight=1, count=count, step=step)
+            self._add_metric(prefix + name, total, count, step=step)
+
+    def _add_loss(self, name: str, loss: Tensor, weight: float | Tensor, *, step: int) -> None:
+        # With a weight of 0, the loss is the mean over nothing, which is NaN and doesn't count.
+        if isinstance(weight, Tensor):
+            weighted = torch.where(weight > 0, loss, 0) * weight
+            self._series[name].add(weighted, weight=1, count=0, step=step)
+            self._counts[name].add(weight, weight=1, count=0, step=step)
+            return
+        if weight == 0:
+            loss = torch.zeros_like(loss)
+        self._series[name].add(loss, weight=weight, count=weight, step=step)
+
+    def _add_metric(self, name: str, total: Tensor | float, count: Tensor | int, *, step: int) -> None:
+        # A plain number would be rounded to torch's default type, alone or together with tensors.
+        dtype = torch.float64 if isinstance(total, (int, float)) else None
+        value = torch.as_tensor(total, dtype=dtype).detach()
+        if isinstance(count, Tensor):
+            self._counts[name].add(count.detach(), weight=1, count=0, step=step)
+            count = 0
+        self._series[name].add(value, weight=1, count=count, step=step)
 
     def reduce(self, context: Context, *, extra: Sequence[float] = ()) -> tuple[dict[str, float], list[float]]:
         """Return means over all ranks since the last reduction, and `extra` summed over ranks; one flat reduction.
@@ -127,16 +138,21 @@ class Meter:
         """
         names = self._agree(context)
         device = context.device
-        sums = [self._series.get(name, Series()) for name in names]
-        series = [*sums, *(self._counts.get(name, Series()) for name in names)]
-        tail = torch.tensor([*(float(each.count) for each in sums), *extra], dtype=_sum_dtype(device), device=device)
-        flat = torch.cat([*(each.total(device) for each in series), tail])
-        numbers = sum_over_ranks(flat, context).tolist()
-        n = len(names)
-        totals = numbers[:n]
-        counts = map(operator.add, numbers[n : 2 * n], numbers[2 * n : 3 * n])
-        means = {name: total / count for name, total, count in zip(names, totals, counts, strict=True) if count}
-        return means, numbers[3 * n :]
+        series = [self._series.get(name, Series()) for name in names]
+        counts = [self._counts.get(name, Series()) for name in names]
+        # Sums, counts that are tensors, counts that are numbers, and what else is summed.
+        numbers = [*(float(each.count) for each in series), *extra]
+        parts = [each.total(device) for each in (*series, *counts)]
+        parts.append(torch.tensor(numbers, dtype=_sum_dtype(device), device=device))
+        reduced = sum_over_ranks(torch.cat(parts), context).tolist()
+
+        size = len(names)
+        means = {}
+        for index, name in enumerate(names):
+            count = reduced[size + index] + reduced[2 * size + index]
+            if count:
+                means[name] = reduced[index] / count
+        return means, reduced[3 * size :]
 
     @property
     def names(self) -> list[str]:
@@ -148,9 +164,9 @@ class Meter:
 
         Every rank must call it, before `clear`.
         """
-        found = (series.first_nonfinite() for name, series in self._series.items() if is_loss(name))
-        own = min((step for step in found if step is not None), default=None)
-        return min((step for step in gather_to_all(own, context) if step is not None), default=None)
+        steps = [series.first_nonfinite() for name, series in self._series.items() if is_loss(name)]
+        of_ranks = gather_to_all(_first(steps), context)
+        return _first(of_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has added since the last `clear`, for checkpoints; waits for the device."""
@@ -179,16 +195,22 @@ class Meter:
         """
         mine = sorted(self._series)
         if self._agreed is None:
-            self._agreed = max(gather_to_all(mine, context), key=len)
+            of_ranks: list[list[str]] = gather_to_all(mine, context)
+            self._agreed = max(of_ranks, key=len)
             differs = bool(mine) and mine != self._agreed
         else:
-            differs = not set(mine) <= set(self._agreed)
+            differs = not set(mine).issubset(self._agreed)
         if differs:
             raise RunError(
                 f"Rank {context.rank} reports the metrics {mine}, but other ranks or earlier reports {self._agreed}.\n"
                 "A task must return the same names on every rank and for every batch."
             )
         return self._agreed
+
+
+def _first(steps: Iterable[int | None]) -> int | None:
+    """Return the first of the steps that are known; None if none is."""
+    return min((step for step in steps if step is not None), default=None)
 
 
 def check_finite(parameters: Sequence[nn.Parameter], meter: Meter, *, step: int, epoch: int, context: Context) -> None:
@@ -217,7 +239,7 @@ def bad_loss(value: object, *, step: int | None, epoch: int) -> RunError:
 
 @final
 class ReportedPairs:
-    """This rank's reported pairs, by the names they are logged under. Tensors are read only by `reduce`."""
+    """This rank's pairs (sum, count) of callbacks, by the names they are logged under. Only `reduce` reads tensors."""
 
     def __init__(self) -> None:
         self._pairs: dict[str, list[SumCount]] = {}
@@ -233,21 +255,25 @@ class ReportedPairs:
 
         Every rank must call it; waits for the device.
         """
-        own = {name: total for name, total in self.state_dict().items() if name.startswith(prefix)}
-        self._pairs = {name: pairs for name, pairs in self._pairs.items() if name not in own}
-        sums: dict[str, tuple[float, float]] = {}
+        own = {name: sums for name, sums in self.state_dict().items() if name.startswith(prefix)}
+        for name in own:
+            del self._pairs[name]
+        totals: defaultdict[str, float] = defaultdict(float)
+        counts: defaultdict[str, float] = defaultdict(float)
         for of_rank in gather_to_all(own, context):
             for name, (total, count) in of_rank.items():
-                before = sums.get(name, (0.0, 0.0))
-                sums[name] = before[0] + total, before[1] + count
-        return {name: total / count for name, (total, count) in sums.items() if count}
+                totals[name] += total
+                counts[name] += count
+        return {name: total / counts[name] for name, total in totals.items() if counts[name]}
 
     def state_dict(self) -> dict[str, tuple[float, float]]:
         """Return what isn't reduced yet; waits for the device."""
-        return {
-            name: (sum(float(total) for total, _ in pairs), sum(float(count) for _, count in pairs))
-            for name, pairs in self._pairs.items()
-        }
+        sums = {}
+        for name, pairs in self._pairs.items():
+            total = sum(float(total) for total, _ in pairs)
+            count = sum(float(count) for _, count in pairs)
+            sums[name] = (total, count)
+        return sums
 
     def load_state_dicts(self, states: Iterable[Mapping[str, Any]]) -> None:
         for state in states:

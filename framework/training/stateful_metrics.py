@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -26,57 +26,68 @@ class StatefulMetrics:
     """
 
     def __init__(self, task: Any, context: Context) -> None:
-        given = getattr(task, "metrics", None)
         self._task = type(task).__name__
-        self._metrics: dict[str, Any] = dict(_single(given)) if isinstance(given, Mapping) else {}
+        self._metrics = _metrics_of(task)
+        # Vectors that were computed beside numbers.
         self._tables: dict[str, Media] = {}
         for name, metric in self._metrics.items():
-            reason = why_not_merged(metric) if context.world_size > 1 else None
-            if reason is not None:
-                raise TargetError(
-                    f"The metric {name!r} of {self._task}: {reason}, so its value on {context.world_size} processes "
-                    "wouldn't be that of one.\nLeave it out, or evaluate in one process: job=eval with "
-                    "topology.procs_per_node=1."
-                )
+            if context.world_size > 1:
+                self._check_merges(name, world_size=context.world_size)
             metric.reset()
 
     def update(self, updates: Mapping[str, tuple[Any, ...]]) -> None:
         """Update each metric with its arguments. Raises TargetError for one that the task doesn't have."""
         for name, arguments in updates.items():
-            own = [each for each in self._metrics if each == name or each.startswith(f"{name}/")]
-            if not own:
+            # The metric of that name, or all of a collection.
+            metrics = [self._metrics[key] for key in self._metrics if key == name or key.startswith(f"{name}/")]
+            if not metrics:
                 hint = did_you_mean(nearest(name, self._metrics))
                 raise TargetError(
                     f"{self._task} returned an update of {name!r}, and its attribute `metrics` has no such object with "
                     f"update, state, merge and compute.{hint}"
                 )
-            for each in own:
-                self._metrics[each].update(*arguments)
+            for metric in metrics:
+                metric.update(*arguments)
 
     def compute(self, context: Context) -> dict[str, float]:
         """Merge the states of all ranks and return the values by name. Every rank must call it."""
-        own = {name: metric for name, metric in self._metrics.items() if not is_torchmetric(metric)}
-        if own and context.world_size > 1:
-            states = {name: _on_cpu(metric.state()) for name, metric in own.items()}
-            of_ranks = gather_to_all(states, context)
-            for name, metric in own.items():
-                metric.reset()
-                for states in of_ranks:
-                    metric.merge(states[name])
-        for name, metric in self._metrics.items():
-            if name not in own:
-                sync_through(metric, context)
+        self._merge(context)
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             computed = metric.compute()
-            named = computed if isinstance(computed, Mapping) else {"": computed}
-            for key, value in named.items():
+            if not isinstance(computed, Mapping):
+                values[name] = self._number(computed, metric=name)
+                continue
+            for key, value in computed.items():
                 whole_name = f"{name}/{key}".rstrip("/")
-                if isinstance(computed, Mapping) and is_vector(value):
+                if is_vector(value):
                     self._tables[whole_name] = Table(["place", str(key)], list(enumerate(value.tolist())))
                 else:
                     values[whole_name] = self._number(value, metric=whole_name)
         return values
+
+    def _check_merges(self, name: str, *, world_size: int) -> None:
+        """Raise TargetError for a metric of torchmetrics that would have another value on several processes."""
+        reason = why_not_merged(self._metrics[name])
+        if reason is not None:
+            raise TargetError(
+                f"The metric {name!r} of {self._task}: {reason}, so its value on {world_size} processes wouldn't be "
+                "that of one.\nLeave it out, or evaluate in one process: job=eval with topology.procs_per_node=1."
+            )
+
+    def _merge(self, context: Context) -> None:
+        """Give the metrics the states of all ranks: ours in one exchange, those of torchmetrics one by one."""
+        merged = {name: metric for name, metric in self._metrics.items() if not is_torchmetric(metric)}
+        if merged and context.world_size > 1:
+            states = {name: _on_cpu(metric.state()) for name, metric in merged.items()}
+            of_ranks = gather_to_all(states, context)
+            for name, metric in merged.items():
+                metric.reset()
+                for states in of_ranks:
+                    metric.merge(states[name])
+        for name, metric in self._metrics.items():
+            if name not in merged:
+                sync_through(metric, context)
 
     def texts(self) -> dict[str, Table | Text]:
         """Return what metrics with a method `text` return, after `compute`."""
@@ -91,15 +102,21 @@ class StatefulMetrics:
 
     def media(self) -> dict[str, Media]:
         """Return the media of the metrics that have any, and tables of vectors beside numbers. After `compute`."""
-        found: dict[str, Media] = dict(self._tables)
+        media: dict[str, Media] = dict(self._tables)
         for name, metric in self._metrics.items():
-            shown = metric.media() if hasattr(metric, "media") else {}
-            named = shown if isinstance(shown, Mapping) else {"": shown}
-            found |= {f"{name}/{key}".rstrip("/"): value for key, value in named.items()}
-        return found
+            if not hasattr(metric, "media"):
+                continue
+            shown = metric.media()
+            if not isinstance(shown, Mapping):
+                media[name] = shown
+                continue
+            for key, value in shown.items():
+                media[f"{name}/{key}".rstrip("/")] = value
+        return media
 
     def _number(self, value: Any, *, metric: str) -> float:
-        if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, (int, float)):
+        is_scalar = isinstance(value, Tensor) and value.numel() == 1
+        if is_scalar or isinstance(value, (int, float)):
             return float(value)
         raise TargetError(
             f"The metric {metric!r} of {self._task} computes {describe(value)}. It must be one number, or a dict of "
@@ -112,13 +129,19 @@ def is_vector(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 1 and value.numel() != 1
 
 
-def _single(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the stateful metrics, and those of a torchmetrics.MetricCollection one by one, as NAME/KEY."""
-    for name, metric in given.items():
+def _metrics_of(task: Any) -> dict[str, Any]:
+    """Return the task's stateful metrics by name; those of a torchmetrics.MetricCollection one by one, as NAME/KEY."""
+    named = getattr(task, "metrics", None)
+    if not isinstance(named, Mapping):
+        return {}
+    metrics = {}
+    for name, metric in named.items():
         if hasattr(metric, "compute_groups"):
-            yield from ((f"{name}/{key}", each) for key, each in metric.items())
+            for key, member in metric.items():
+                metrics[f"{name}/{key}"] = member
         elif callable(getattr(metric, "update", None)):
-            yield name, metric
+            metrics[name] = metric
+    return metrics
 
 
 def _on_cpu(state: Any) -> Any:

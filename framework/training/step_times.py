@@ -9,11 +9,11 @@ Not counted: steps before the first log, which load and allocate; the step after
 
 from __future__ import annotations
 
-import math
 import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -21,29 +21,34 @@ import torch
 from framework.monitoring.rank_status import RankPhase, RankStatus
 from framework.monitoring.slow_ranks import Spent
 
-# Kinds of time beside the phases.
+# What a rank does beside the phases of a step: it waits for other ranks in one, or is outside of any.
 _WAITING = len(RankPhase)
 _OUTSIDE = len(RankPhase) + 1
+# The last phase of a step.
+_CALLBACKS = RankPhase.LOGGING
 _COMPUTE = (RankPhase.FORWARD, RankPhase.BACKWARD, RankPhase.OPTIMIZER)
-_COUNTED = (RankPhase.DATA, *_COMPUTE, RankPhase.LOGGING, _WAITING)
+_COUNTED = (RankPhase.DATA, *_COMPUTE, _CALLBACKS, _WAITING)
 SHARES = {
     "forward": RankPhase.FORWARD,
     "backward": RankPhase.BACKWARD,
     "optimizer": RankPhase.OPTIMIZER,
-    "callbacks": RankPhase.LOGGING,
+    "callbacks": _CALLBACKS,
 }
 """The parts of a step that are logged as the ranks' mean share, beside data and waiting; 0 if unknown."""
-_NOTHING = (0.0,) * (_OUTSIDE + 1)
-_MAX_MARKS = 4096  # before they are added up
+# Marks that are kept before they are added up.
+_MAX_MARKS = 4096
 
 
 @dataclass(frozen=True)
 class Clock:
     """How to take time stamps."""
 
-    now: Callable[[], Any]  # returns a stamp
-    between: Callable[[Any, Any], float]  # (end, begin) → seconds between them; waits until `end` has been reached
-    is_sampled: bool = False  # stamps are too expensive to take them in every step
+    # Returns a stamp.
+    now: Callable[[], Any]
+    # (end, begin) → the seconds between two stamps; waits until `end` has been reached.
+    between: Callable[[Any, Any], float]
+    # Stamps are too expensive to take them in every step.
+    is_sampled: bool = False
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -75,18 +80,24 @@ class StepTimer:
     """
 
     def __init__(self, rank_status: RankStatus, *, clock: Clock, every: int) -> None:
-        self.knows_waiting = False  # if False, compute time may include waiting for other ranks
+        # If False, compute time may include waiting for other ranks.
+        self.knows_waiting = False
+        # Of the steps that were read last, see SHARES.
+        self.shares = [0.0] * len(SHARES)
         self._rank_status = rank_status
         self._clock = clock
         self._every = every
         self._takes_stamps = not clock.is_sampled
-        self._kinds: list[int] = []  # what began at each stamp
+        # What began at each stamp, and the stamps.
+        self._kinds: list[int] = []
         self._stamps: list[Any] = []
-        self._is_complete = False  # all steps since the last reading were measured
+        # All steps since the last reading were measured.
+        self._is_complete = False
+        # The next step is left out: it follows an evaluation or a checkpoint.
+        self._skips_step = False
+        # Since the last reading: steps, and the seconds of each kind.
         self._steps = 0
-        self._sums = list(_NOTHING)
-        self._skips_step = False  # the one after an evaluation or a checkpoint
-        self.shares = [0.0] * len(SHARES)  # of the steps that were read last, see SHARES
+        self._seconds = _no_seconds()
 
     def set_phase(self, phase: RankPhase) -> None:
         """Begin a phase of the step."""
@@ -104,10 +115,11 @@ class StepTimer:
     def finish_step(self, step: int) -> None:
         """Mark optimizer step `step` as done; callbacks come next."""
         self._rank_status.finish_step(step)
-        self.set_phase(RankPhase.LOGGING)
+        self.set_phase(_CALLBACKS)
         if self._clock.is_sampled:
             # Halfway between two logs, when the GPU's queue is full again. A step ends with the first mark of the next.
-            self._takes_stamps = self._every < 4 or (step + 1) % self._every - self._every // 2 in (0, 1)
+            steps_past_middle = (step + 1) % self._every - self._every // 2
+            self._takes_stamps = self._every < 4 or steps_past_middle in (0, 1)
         elif len(self._stamps) >= _MAX_MARKS:
             self._add_up()
 
@@ -127,27 +139,40 @@ class StepTimer:
         """Begin training: forget earlier marks; the first reading will be empty."""
         self._kinds.clear()
         self._stamps.clear()
-        self._is_complete = self._skips_step = False
+        self._is_complete = False
+        self._skips_step = False
 
     def read(self) -> Spent:
-        """Return the times of the steps since the last reading; waits for a GPU. Call it outside of a step."""
+        """Return the times of the steps since the last reading; waits for a GPU. Call it outside of a step.
+
+        They are all 0 if not all of these steps were measured.
+        """
         self._add_up()
-        seconds = self._sums
-        spent = Spent(
-            steps=self._steps,
-            step=sum(seconds[kind] for kind in _COUNTED),
+        seconds = self._seconds
+        steps = self._steps
+        is_complete = self._is_complete
+        self._seconds = _no_seconds()
+        self._steps = 0
+        self._is_complete = True
+
+        step_s = sum(seconds[kind] for kind in _COUNTED)
+        if not is_complete or step_s == 0:
+            self.shares = [0.0] * len(SHARES)
+        else:
+            self.shares = [seconds[phase] / step_s for phase in SHARES.values()]
+        if not is_complete:
+            return Spent()
+        compute_s = 0.0
+        if self.knows_waiting:
+            compute_s = sum(seconds[kind] for kind in _COMPUTE)
+        return Spent(
+            steps=steps,
+            step=step_s,
             data=seconds[RankPhase.DATA],
-            compute=sum(seconds[kind] for kind in _COMPUTE) if self.knows_waiting else 0.0,
-            callbacks=seconds[RankPhase.LOGGING],
+            compute=compute_s,
+            callbacks=seconds[_CALLBACKS],
             waiting=seconds[_WAITING],
         )
-        is_complete = self._is_complete
-        total = spent.step if is_complete and spent.step else math.inf
-        self.shares = [seconds[phase] / total for phase in SHARES.values()]
-        self._is_complete = True
-        self._steps = 0
-        self._sums = list(_NOTHING)
-        return spent if is_complete else Spent()
 
     def _stamp(self, kind: int) -> None:
         if self._takes_stamps:
@@ -155,24 +180,40 @@ class StepTimer:
             self._stamps.append(self._clock.now())
 
     def _add_up(self) -> None:
+        """Add the time between the marks to the sums, and drop these marks.
+
+        The last mark is kept, since its time has not ended. If only some steps are marked, an incomplete last one is
+        dropped.
+        """
         kinds = self._kinds
         stamps = self._stamps
-        end_of_step = RankPhase.LOGGING
-        if self._clock.is_sampled:  # the last step may be incomplete
-            while len(kinds) > 1 and kinds[-2] is not end_of_step:
-                del kinds[-1], stamps[-1]
-        spans = list(map(self._clock.between, stamps[1:], stamps))  # of all marks but the last
-        done = kinds[: len(spans)]
+        if self._clock.is_sampled:
+            # A step ends with the mark after its callbacks.
+            while len(kinds) > 1 and kinds[-2] != _CALLBACKS:
+                kinds.pop()
+                stamps.pop()
+        spans = [self._clock.between(end, begin) for begin, end in pairwise(stamps)]
+        ended = kinds[: len(spans)]
+
+        begin = 0
         if self._skips_step:
-            self._skips_step = end_of_step not in done
-            begin = len(done) if self._skips_step else done.index(end_of_step) + 1
-            done = done[begin:]
-            spans = spans[begin:]
-        for kind, span in zip(done, spans, strict=True):
-            self._sums[kind] += span
-        self._steps += done.count(end_of_step)
-        last = len(stamps) if self._clock.is_sampled else -1
-        del kinds[:last], stamps[:last]
+            self._skips_step = _CALLBACKS not in ended
+            begin = len(ended) if self._skips_step else ended.index(_CALLBACKS) + 1
+        for kind, span in zip(ended[begin:], spans[begin:], strict=True):
+            self._seconds[kind] += span
+        self._steps += ended[begin:].count(_CALLBACKS)
+
+        if self._clock.is_sampled:
+            kinds.clear()
+            stamps.clear()
+        else:
+            del kinds[:-1]
+            del stamps[:-1]
+
+
+def _no_seconds() -> list[float]:
+    """Return 0 for every phase, waiting, and outside of steps."""
+    return [0.0] * (_OUTSIDE + 1)
 
 
 @final
@@ -181,6 +222,7 @@ class Throughput:
     """Samples of all ranks and the time they took, without the time spent evaluating and saving."""
 
     samples: int = 0
+    # Of `time.perf_counter`.
     since: float = field(default_factory=time.perf_counter)
 
     def read(self) -> float:

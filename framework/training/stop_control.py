@@ -20,9 +20,12 @@ class StopControl:
     """Collect the reasons for this rank to stop, and agree with the other ranks."""
 
     def __init__(self, link: MonitorLink, *, context: Context) -> None:
-        self.reason: str | None = None  # of a callback, once the ranks have agreed
-        self.own_reason: str | None = None  # of a callback of this rank, before that
-        self.stopped_by: str | None = None  # what requested it, such as "SIGTERM"
+        # Of a callback, once the ranks have agreed.
+        self.reason: str | None = None
+        # Of a callback of this rank, before that.
+        self.own_reason: str | None = None
+        # What requested it, such as "SIGTERM".
+        self.stopped_by: str | None = None
         self._context = context
         self.request = StopRequest(link, world_size=context.world_size)
 
@@ -38,22 +41,25 @@ class StopControl:
 
     def handle(self, answer: Stop | None) -> None:
         """Note what a callback returned. Raises TargetError unless that is None or a Stop."""
-        if answer is not None:
-            if not isinstance(answer, Stop):
-                raise TargetError(
-                    f"A callback returned {answer!r}. Return framework.Stop(reason) to end, framework.Log(values) "
-                    "to log something, else None."
-                )
-            self.own_reason = answer.reason
-            if self._context.world_size == 1:
-                self.reason = answer.reason
+        if answer is None:
+            return
+        if not isinstance(answer, Stop):
+            raise TargetError(
+                f"A callback returned {answer!r}. Return framework.Stop(reason) to end, framework.Log(values) "
+                "to log something, else None."
+            )
+        self.own_reason = answer.reason
+        if self._context.world_size == 1:
+            self.reason = answer.reason
 
     def agree(self, any_reason: bool | None = None) -> None:
         """Stop if a callback on any rank asks for it. Every rank must call it.
 
         any_reason: True if any rank has a reason, if that is known already.
         """
-        if any_over_ranks(self.own_reason is not None, self._context) if any_reason is None else any_reason:
+        if any_reason is None:
+            any_reason = any_over_ranks(self.own_reason is not None, self._context)
+        if any_reason:
             reasons = gather_to_all(self.own_reason, self._context)
             self.reason = next(reason for reason in reasons if reason is not None)
 
@@ -63,7 +69,7 @@ class StopControl:
             self.stopped_by = self.request.signal_name
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load `reason`, and `wishes`: each rank's own reason."""
+        """Load what checkpoints keep: `reason`, and each rank's own as `wishes`."""
         self.reason = state["reason"]
         self.own_reason = next((reason for reason in state["wishes"] if reason is not None), None)
 
@@ -73,4 +79,5 @@ def steps_to_meeting(strategy: Strategy, settings: TrainerConfig, *, step: int) 
     to_exchange = strategy.steps_to_exchange
     if to_exchange is None:
         return STEPS_TO_STOP
-    return min(to_exchange, settings.log_every_n_steps - step % settings.log_every_n_steps)
+    steps_to_log = settings.log_every_n_steps - step % settings.log_every_n_steps
+    return min(to_exchange, steps_to_log)
