@@ -190,8 +190,8 @@ LAUNCH = [
         name="second-sigterm-ends-at-once",
         caught_by="tests/multiproc/test_stopping.py::test_a_second_ctrl_c_ends_the_run",
         within="NodeRun._on_signals",
-        old="number == signal.SIGINT",
-        new="number != signal.SIGINT",
+        old="signal_number == signal.SIGINT",
+        new="signal_number != signal.SIGINT",
         what="A scheduler's second SIGTERM kills a run that is saving, and a second Ctrl-C does not end it.",
     ),
     Mutation(
@@ -273,8 +273,8 @@ TRAINER = [
         name="ema-overwrites-the-training-weights",
         caught_by="tests/unit/callbacks/test_ema.py::test_evaluation_restores_the_same_training_weights_in_place",
         within="_swap",
-        old="own.detach().clone()",
-        new="own.detach()",
+        old="one.detach().clone()",
+        new="one.detach()",
         what="With the ema callback, training continues from the averaged weights after each evaluation or checkpoint.",
     ),
     Mutation(
@@ -329,8 +329,8 @@ TRAINER = [
         name="unfrozen-one-epoch-late",
         caught_by="tests/features/test_optimizers.py::test_frozen_parameters_train_from_a_given_step",
         within="Unfreeze.on_train_epoch_start",
-        old="report.epoch == self._at_epoch",
-        new="report.epoch - 1 == self._at_epoch",
+        old="info.epoch == self._at_epoch",
+        new="info.epoch - 1 == self._at_epoch",
         what="Unfrozen parameters are trained an epoch too late.",
     ),
     Mutation(

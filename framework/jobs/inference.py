@@ -188,7 +188,8 @@ def write_predictions(shares: Sequence[Columns], output: Path, *, turns: int | N
 
 def _write_csv(columns: Columns, path: Path) -> None:
     """Write a column for each number of a sample: `output` of shape (n, 3) is `output_0`, `output_1`, `output_2`."""
-    names, cells = ["index"], []
+    names = ["index"]
+    cells = []
     for name, values in columns.items():
         flat = values[:, None].flatten(start_dim=1)
         names += [name] if values.ndim == 1 else [f"{name}_{i}" for i in range(flat.shape[1])]

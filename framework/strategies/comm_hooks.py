@@ -110,7 +110,8 @@ class PowerSGD:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore it. With other options, buckets or ranks, only the count of steps and the generator are restored."""
-        state, context = self._state, self._context
+        state = self._state
+        context = self._context
         state.iter = saved["iter"]
         keys, *position = saved["rng"]
         state.rng.set_state(("MT19937", keys.numpy().astype("uint32"), *position))

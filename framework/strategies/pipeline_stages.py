@@ -63,7 +63,8 @@ def _check_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     plain = [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if plain:  # checkpoints would lack it
         raise ConfigError(f"strategy=pipeline can't keep what isn't a tensor in {name}'s state: {first_few(plain)}.")
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
     known = {id(each) for each in (*parameters.values(), *buffers.values())}
     check_trained(dict(enumerate(stages)), num_stages=len(stages))
     uses: Counter[int] = Counter()

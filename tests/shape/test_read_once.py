@@ -9,20 +9,7 @@ import pytest
 
 from tests.helpers.source import Module, cycles, imported_modules, modules_in
 
-# Folders that hold to the rules; the others are still being unpacked.
-FOLDERS = (
-    "benchmarks",
-    "docs",
-    "examples",
-    "framework/api",
-    "framework/callbacks",
-    "framework/config",
-    "framework/loggers",
-    "framework/system",
-    "framework/tasks",
-    "recipes",
-    "tests",
-)
+FOLDERS = ("framework", "recipes", "examples", "benchmarks", "docs", "tests")
 
 
 def is_packed(node: ast.AST) -> bool:

@@ -54,7 +54,8 @@ class Export(Job):
                 purpose="export the model",
             )
 
-        name, step = model_facts["model"], model_facts["step"]
+        name = model_facts["model"]
+        step = model_facts["step"]
         print(f"Exported {name} of {config.recipe} after step {step:,} as {config.export.format}")
         facts = [
             ("checkpoint", display_path(Path(str(config.checkpoint.path)))),

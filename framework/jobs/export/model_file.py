@@ -86,7 +86,8 @@ def export(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         FrameworkError: the checkpoint doesn't fit, the model can't be exported, or the file differs from the model.
     """
-    config, path = parse(arguments["config"]), Path(arguments["path"])
+    config = parse(arguments["config"])
+    path = Path(arguments["path"])
     source = load_source(config, span=arguments["span"])
     write = _graph if config.export.format in ("onnx", "torch_export") else _weights
     return {"step": source.step, "model": source.name, "facts": write(source, path)}
@@ -222,7 +223,8 @@ def _first_call(source: Source, *, num_samples: int) -> Call:
     Raises ConfigError if it doesn't call the model.
     """
     config = source.config
-    datasets, task = build.build_data(config, source.context), source.task
+    datasets = build.build_data(config, source.context)
+    task = source.task
     part, dataset = list(datasets.parts.items())[-1]
     collate_fn = datasets.collate_fn_of(part)
     if isinstance(dataset, IterableDataset):
@@ -264,7 +266,9 @@ def _inputs(program: ExportedProgram, *, num_samples: int) -> tuple[Facts, dict[
 
     These are torch's own, such as `s77`, → `batch` if the dimension is as large.
     """
-    facts, names, given = [], dict[str, str](), program.graph_signature.user_inputs
+    facts = []
+    names = dict[str, str]()
+    given = program.graph_signature.user_inputs
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if node.name in given and isinstance(value, Tensor):

@@ -21,7 +21,10 @@ from torch import Tensor
 from framework.jobs.parity.recording import POWERS, StepTrace, Trace, trace_file
 from framework.system.formatting import format_count, format_table
 
-LAYERS, GRADIENTS, WEIGHTS, BUFFERS = "layers", "gradients", "weights", "buffers"
+LAYERS = "layers"
+GRADIENTS = "gradients"
+WEIGHTS = "weights"
+BUFFERS = "buffers"
 _FACTOR = 4.0  # times what moved weights change is allowed
 # Times what its gradient may be off by, a weight may be, too: an optimizer may enlarge small gradients.
 _WEIGHTS_PER_GRADIENT = 8.0
@@ -61,7 +64,8 @@ def compare(arguments: Mapping[str, Any]) -> dict[str, Any]:
     processes: int = arguments["processes"]
     one, moved = (_load(arguments[side], rank=0) for side in ("one", "moved"))
     many = [_load(arguments["many"], rank=rank) for rank in range(processes)]
-    comparison, steps = Comparison(one.floor), list[Step]()
+    comparison = Comparison(one.floor)
+    steps = list[Step]()
     first_difference = _differing_start(one, many[0])
     for single, perturbed, *ranks in zip(one.steps, moved.steps, *(trace.steps for trace in many), strict=False):
         if first_difference is None:
@@ -189,7 +193,8 @@ def _first_difference(
     layer = None
     if layers:
         place = step[LAYERS].index(layers[0])
-        event, before = one.events[place], one.events[place - 1] if place else None
+        event = one.events[place]
+        before = one.events[place - 1] if place else None
         layer = {
             **asdict(layers[0]),
             **{key: getattr(event, key) for key in ("kind", "type", "inside")},
@@ -326,7 +331,8 @@ def _table(answer: Mapping[str, Any]) -> str:
 
 
 def _difference(answer: Mapping[str, Any], first_difference: Mapping[str, Any]) -> Iterator[str]:
-    step, layer = first_difference["step"], first_difference["layer"]
+    step = first_difference["step"]
+    layer = first_difference["layer"]
     yield f"Not the same: {answer['model']} differs {f'in step {step}' if step else 'before the first step'}."
     rows = [] if layer is None else [("first", _layer(layer))]
     for part, found in first_difference["parts"].items():
@@ -361,7 +367,9 @@ def _off(found: Mapping[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}" if value < 0.01 else f"{value:.2g}"
+    if value == 0:
+        return "0"
+    return f"{value:.1e}" if value < 0.01 else f"{value:.2g}"
 
 
 def _shortened(names: Sequence[str]) -> str:

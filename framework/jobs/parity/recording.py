@@ -133,7 +133,8 @@ class Recording:
             weights={name: moved - self._trace.weights[name] for name, moved in weights.items()},
             buffers=_sketches(self._model.named_buffers()),
         )
-        self._events, self._gradients = [], {}
+        self._events = []
+        self._gradients = {}
         self._trace.steps.append(step)
         return Stop(f"parity.steps={self._steps} compared") if len(self._trace.steps) >= self._steps else None
 
@@ -163,8 +164,10 @@ class Recording:
         tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
         if not tensors or not self._model.training:
             return
-        before, self._drawn = self._drawn, fingerprint(self._devices)
-        inside, drew = self._open[-1] if self._open else None, before != self._drawn
+        before = self._drawn
+        self._drawn = fingerprint(self._devices)
+        inside = self._open[-1] if self._open else None
+        drew = before != self._drawn
         self._events += [Event(kind, name, type(module).__name__, inside, drew, moments(each)) for each in tensors]
 
 

@@ -24,7 +24,9 @@ _BUFFERS = 8  # at most three of a size exist at a time, and other things need m
 
 def facts(config: Config, context: Context, run_dir: RunDir) -> dict[str, Any]:
     """Return a rank's facts as preflight.json has them."""
-    shm, host, driver = Path("/dev/shm"), socket.gethostname(), None
+    shm = Path("/dev/shm")
+    host = socket.gethostname()
+    driver = None
     versions = {"python": platform.python_version(), **installed_versions(("framework", "torch"))}
     if context.device.type == "cuda" and torch.version.cuda is not None:
         import pynvml
@@ -67,8 +69,12 @@ def data_root(root: str | None) -> dict[str, str] | None:
     if root is None:
         return None
     path = Path(root).expanduser()
-    readable = path.is_dir() and os.access(path, os.R_OK | os.X_OK)
-    return {"path": str(path), "state": "there" if readable else "not readable" if path.exists() else "missing"}
+    state = "missing"
+    if path.is_dir() and os.access(path, os.R_OK | os.X_OK):
+        state = "there"
+    elif path.exists():
+        state = "not readable"
+    return {"path": str(path), "state": state}
 
 
 def device_name(device: torch.device) -> str:

@@ -50,14 +50,20 @@ BUS_TURNS = {
 _PERIOD = 1009  # of test values; a prime, so that swapped blocks of any usual size are seen
 _MAX_REPETITIONS = 100
 _SMALL_BYTES = 65536  # smaller sizes take no time, and are always checked
-_LINK_BYTES, _LINK_TRIPS = 2**22, 3  # of the large messages
+# The large messages over a link, and how many there are.
+_LINK_BYTES = 2**22
+_LINK_TRIPS = 3
 
 Pair = tuple[int, int]
 Link = dict[str, Any]  # as in preflight.json
 Barrier = tuple[float, float]  # the seconds that this rank spent in it, and the time of day at its end
 
-_ALONE_S, _BEFORE_TRAINING_S = 20.0, 2.0  # defaults of preflight.seconds
-_LINKS_SHARE, _EXCHANGES_SHARE, _MATMUL_SHARE = 0.25, 0.7, 0.05
+# The defaults of preflight.seconds.
+_ALONE_S = 20.0
+_BEFORE_TRAINING_S = 2.0
+_LINKS_SHARE = 0.25
+_EXCHANGES_SHARE = 0.7
+_MATMUL_SHARE = 0.05
 
 
 def preflight_rank(arguments: RankArguments, link: MonitorLink) -> None:
@@ -81,7 +87,8 @@ def before_training(setup: RankSetup) -> None:
 
     Raises PreflightError on every rank if a check failed.
     """
-    settings, backend = setup.config.preflight, setup.config.backend
+    settings = setup.config.preflight
+    backend = setup.config.backend
     if not settings.enabled:
         return
     result = _run_checks(setup, seconds=settings.seconds or _BEFORE_TRAINING_S, timeout_s=backend.init_timeout)
@@ -95,9 +102,12 @@ def before_training(setup: RankSetup) -> None:
 
 def _run_checks(setup: RankSetup, *, seconds: float, timeout_s: float) -> dict[str, Any]:
     """Check, measure, assess and write. Return the result, the same on every rank."""
-    settings, context = setup.config.preflight, setup.context
+    settings = setup.config.preflight
+    context = setup.context
     setup.link.rank_status.set_phase(RankPhase.PREFLIGHT)
-    began, exchanges, links = time.perf_counter(), list[dict[str, Any]](), list[Link]()
+    began = time.perf_counter()
+    exchanges = list[dict[str, Any]]()
+    links = list[Link]()
     with connect_peers(context, timeout_s=timeout_s) as peers:
         with peers.check("facts"):
             own = facts(setup.config, context, setup.run_dir)
@@ -242,7 +252,9 @@ def measure_links(peers: Peers, *, max_bytes: int, seconds: float) -> list[Link]
 
     Return the links that this rank timed. Every rank must call it.
     """
-    context, began, links = peers.context, time.perf_counter(), list[Link]()
+    context = peers.context
+    began = time.perf_counter()
+    links = list[Link]()
     by_kind = link_rounds(context.topology.nnodes, context.topology.procs_per_node)
     rounds = [pairs for both in zip_longest(*by_kind) for pairs in both if pairs]
     with peers.check("ping-pong"):
@@ -292,8 +304,10 @@ def _round_robin(number: int) -> Iterator[list[Pair]]:
 
 def _exchange_messages(pair: Pair, peers: Peers, *, max_bytes: int) -> Link:
     """Send small messages and a few large ones there and back. The times of the first of the two are the link's."""
-    context, count = peers.context, -(-min(_LINK_BYTES, max_bytes) // 4)
-    is_first, other = context.rank == pair[0], sum(pair) - context.rank
+    context = peers.context
+    count = -(-min(_LINK_BYTES, max_bytes) // 4)
+    is_first = context.rank == pair[0]
+    other = sum(pair) - context.rank
     own, expected = (sent_values([rank], count, device=peers.device) for rank in (context.rank, other))
     received = torch.zeros_like(expected)
 
@@ -329,15 +343,19 @@ def _exchange_messages(pair: Pair, peers: Peers, *, max_bytes: int) -> Link:
 def make_call(name: str, peers: Peers, count: int) -> tuple[Callable[[], object], Tensor, Tensor]:
     """Return a call of one of `BUS_TURNS` with a buffer of `count` values, what it receives, and what is expected."""
     context = peers.context
-    rank, world_size = context.rank, context.world_size
+    rank = context.rank
+    world_size = context.world_size
     part = count // world_size
     values = partial(sent_values, device=context.device)
-    own, total = values([rank], count), values(range(world_size), count)
+    own = values([rank], count)
+    total = values(range(world_size), count)
     received = torch.zeros_like(own)
     match name:
         case "send/recv":  # each sends to the next and receives from the one before
-            before, after = (rank - 1) % world_size, (rank + 1) % world_size
-            own, received = own.to(peers.device), received.to(peers.device)
+            before = (rank - 1) % world_size
+            after = (rank + 1) % world_size
+            own = own.to(peers.device)
+            received = received.to(peers.device)
             messages = [
                 dist.P2POp(dist.isend, own, after, group=peers.group),
                 dist.P2POp(dist.irecv, received, before, group=peers.group),
@@ -369,12 +387,14 @@ def measure_exchange(name: str, peers: Peers, *, max_bytes: int, seconds: float)
     Bandwidths are those of https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. Return the entry of
     preflight.json, the same on every rank. Every rank must call it. Raises RunError if another rank doesn't answer.
     """
-    context, turns = peers.context, BUS_TURNS[name]
+    context = peers.context
+    turns = BUS_TURNS[name]
     points = []
     sizes = [4**exponent for exponent in range(1, 33) if 4**exponent <= max_bytes]
     parts = context.world_size if turns == 1 else 1  # those exchange equal parts of the buffer
     bus = turns * (context.world_size - 1) / context.world_size if turns else 1.0
-    began, target_s = time.perf_counter(), seconds / (2 * len(sizes))
+    began = time.perf_counter()
+    target_s = seconds / (2 * len(sizes))
     with peers.check(name):
         first_call, *_ = make_call(name, peers, parts)
         first_call()  # opens connections

@@ -48,7 +48,8 @@ def find_batch_size(
     Every rank must call it. Raises RunError if one sample doesn't fit, ConfigError if the global batch can't be split
     as finely as needed. averages: how many callbacks keep a copy of the model to evaluate.
     """
-    config, settings = setup.config, setup.config.tune
+    config = setup.config
+    settings = setup.config.tune
     sizing = BatchSizing(
         setup.data_share.world_size,
         config.trainer.accumulate_grad_batches,
@@ -56,7 +57,8 @@ def find_batch_size(
         samples=loader.size,
     )
     trials = Trials(setup, loader, sizing, averages=averages)
-    memory, (most, limited_by) = trials.memory, sizing.most(settings.max_batch_size)
+    memory = trials.memory
+    most, limited_by = sizing.most(settings.max_batch_size)
     if setup.context.is_main:
         room = "an unknown amount" if memory.room_bytes is None else format_binary_bytes(memory.room_bytes)
         print(f"Batches of 1 to {most:,}: {room} of memory for a process's steps", flush=True)

@@ -54,7 +54,9 @@ def assess(losses: Iterable[tuple[float, float]], *, threshold: float | None) ->
         threshold: the test has diverged if the smoothed loss exceeds its minimum by this factor; None: never.
     """
     points: list[dict[str, float]] = []
-    stopped, mean, lowest = None, 0.0, math.inf
+    stopped = None
+    mean = 0.0
+    lowest = math.inf
     for lr, loss in losses:
         if not math.isfinite(loss):
             stopped = f"the loss was {loss} at {lr:.2g}"
@@ -116,7 +118,8 @@ def plot(found: Mapping[str, Any], *, title: str) -> str:
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
         # However far the loss rises after the fall, the fall must be visible.
         until = smoothed.index(min(smoothed)) + 1
-        low, high = min(losses[:until]), max(smoothed[:until])
+        low = min(losses[:until])
+        high = max(smoothed[:until])
         axes.set_ylim(low - 0.12 * (high - low), high + 0.25 * (high - low))
     image = io.StringIO()
     figure.savefig(image, format="svg")

@@ -40,7 +40,8 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """
     with setup_rank(arguments, link) as setup, ExitStack() as stack:
         setup = replace(setup, config=_tuned_config(setup))
-        config, context = setup.config, setup.context
+        config = setup.config
+        context = setup.context
         datasets, setup = build_data(setup)
         if "train" in streams_of(datasets):
             raise DataError(
@@ -124,7 +125,9 @@ def _train_together(setup: RankSetup, loader: MapLoader, batch: Mapping[str, Any
 
     Raises RunError if the batch that was found doesn't fit though each rank by itself had room for it.
     """
-    config, settings, finish_step = setup.config, setup.config.tune, setup.link.rank_status.finish_step
+    config = setup.config
+    settings = setup.config.tune
+    finish_step = setup.link.rank_status.finish_step
     samples = loader.global_batch_size
     try:
         trainer = build_trainer(setup, loader, {})
