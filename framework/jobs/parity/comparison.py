@@ -25,11 +25,13 @@ LAYERS = "layers"
 GRADIENTS = "gradients"
 WEIGHTS = "weights"
 BUFFERS = "buffers"
-_FACTOR = 4.0  # times what moved weights change is allowed
+# Times what moved weights change is allowed.
+_FACTOR = 4.0
 # Times what its gradient may be off by, a weight may be, too: an optimizer may enlarge small gradients.
 _WEIGHTS_PER_GRADIENT = 8.0
 _WIDTH = 110
-_UNSURE = 0.5  # if so much is allowed, the value is nothing but rounding
+# If so much is allowed, the value is nothing but rounding.
+_UNSURE = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class Difference:
     name: str
     difference: float
     allowed: float
-    rounding: float  # the most that the moved weights have changed it so far
-    rank: int = 0  # the one with the largest difference; 0 for layers, which are compared over all ranks
+    # The most that the moved weights have changed it so far.
+    rounding: float
+    # The one with the largest difference; 0 for layers, which are compared over all ranks.
+    rank: int = 0
 
     @property
     def is_too_large(self) -> bool:
@@ -52,8 +56,18 @@ class Difference:
         return self.allowed < _UNSURE
 
 
-Step = Mapping[str, Sequence[Difference]]  # by part; layers in the order of the forward
-Compared = tuple[str, Sequence[Tensor | None]]  # a tensor's name, and what it is in `one`, `moved` and each of `many`
+Step = Mapping[str, Sequence[Difference]]
+"""The differences of a step by part; layers in the order of the forward."""
+
+
+class Compared(NamedTuple):
+    """A tensor in all trainings; None where there is none."""
+
+    name: str
+    one: Tensor | None
+    moved: Tensor | None
+    # One for each rank of the training on several processes.
+    many: Sequence[Tensor | None]
 
 
 def compare(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,24 +79,27 @@ def compare(arguments: Mapping[str, Any]) -> dict[str, Any]:
     one, moved = (_load(arguments[side], rank=0) for side in ("one", "moved"))
     many = [_load(arguments["many"], rank=rank) for rank in range(processes)]
     comparison = Comparison(one.floor)
-    steps = list[Step]()
+    steps: list[Step] = []
     first_difference = _differing_start(one, many[0])
     for single, perturbed, *ranks in zip(one.steps, moved.steps, *(trace.steps for trace in many), strict=False):
         if first_difference is None:
             steps.append(comparison.compare_step(single, perturbed, ranks))
             first_difference = _first_difference(len(steps), steps[-1], single, ranks, floor=one.floor)
-    sure = {each.name for step in steps for each in step[GRADIENTS] if each.is_sure}
-    found = {
+    sure = set()
+    for step in steps:
+        sure |= {gradient.name for gradient in step[GRADIENTS] if gradient.is_sure}
+    first_gradients = steps[0][GRADIENTS] if steps else []
+    answer = {
         "same": first_difference is None and bool(sure),
         "processes": processes,
         "steps": len(steps),
         "model": one.model,
         "dropouts": one.dropouts,
         "parts": {part: _summary(part, steps) for part in (LAYERS, GRADIENTS, WEIGHTS, BUFFERS)},
-        "unsure": [each.name for each in (steps[0][GRADIENTS] if steps else ()) if each.name not in sure],
+        "unsure": [gradient.name for gradient in first_gradients if gradient.name not in sure],
         "first_difference": first_difference,
     }
-    return {"answer": found, "text": render(found)}
+    return {"answer": answer, "text": render(answer)}
 
 
 def _load(folder: str, *, rank: int) -> Trace:
@@ -93,11 +110,23 @@ def _load(folder: str, *, rank: int) -> Trace:
 
 def _summary(part: str, steps: Sequence[Step]) -> dict[str, Any]:
     """Return how many are compared, and the one closest to its limit or beyond it most, with its step."""
-    every = [(each, number) for number, step in enumerate(steps, start=1) for each in step[part]]
-    if not every:
+    names = set()
+    worst: Difference | None = None
+    worst_step = 0
+    for number, step in enumerate(steps, start=1):
+        for difference in step[part]:
+            names.add(difference.name)
+            if worst is None or _excess(difference) > _excess(worst):
+                worst = difference
+                worst_step = number
+    if worst is None:
         return {"compared": 0, "greatest": None}
-    worst, number = max(every, key=lambda pair: (pair[0].is_sure, pair[0].difference / pair[0].allowed))
-    return {"compared": len({each.name for each, _ in every}), "greatest": {**asdict(worst), "step": number}}
+    return {"compared": len(names), "greatest": {**asdict(worst), "step": worst_step}}
+
+
+def _excess(difference: Difference) -> tuple[bool, float]:
+    """Return what orders differences: those that can be distinguished from rounding are larger."""
+    return difference.is_sure, difference.difference / difference.allowed
 
 
 # One step
@@ -112,49 +141,73 @@ class Comparison:
         self._gradients_allowed = defaultdict[str, float](float)
 
     def compare_step(self, one: StepTrace, moved: StepTrace, many: Sequence[StepTrace]) -> Step:
-        """many: of all ranks, in order."""
-        step = {LAYERS: self._compare(LAYERS, list(_layers(one, moved, many)))}
+        """Return the differences of a step. many: of all ranks, in order."""
         # If a strategy doesn't share buffers, the first rank's are saved and evaluated.
-        for part, ranks in ((GRADIENTS, many), (WEIGHTS, many), (BUFFERS, many[:1])):
-            sides = [getattr(trace, part) for trace in (one, moved, *ranks)]
-            names = dict.fromkeys(chain(*sides))
-            step[part] = self._compare(part, [(name, [side.get(name) for side in sides]) for name in names])
-        return step
+        first_of_many = many[:1]
+        return {
+            LAYERS: self._compare(LAYERS, list(_layers(one, moved, many))),
+            GRADIENTS: self._compare(GRADIENTS, _tensors(GRADIENTS, one, moved, many)),
+            WEIGHTS: self._compare(WEIGHTS, _tensors(WEIGHTS, one, moved, many)),
+            BUFFERS: self._compare(BUFFERS, _tensors(BUFFERS, one, moved, first_of_many)),
+        }
 
     def _compare(self, part: str, compared: Sequence[Compared]) -> list[Difference]:
-        rounding = [tensor_difference(single, perturbed) for _, (single, perturbed, *_) in compared]
+        rounding = [tensor_difference(tensor.one, tensor.moved) for tensor in compared]
         usual = median(rounding or [0.0])
-        found = []
-        for (name, (single, _, *ranks)), now in zip(compared, rounding, strict=True):
-            measured = self._rounding[part, name] = max(now, self._rounding[part, name])
+        differences = []
+        for tensor, now in zip(compared, rounding, strict=True):
+            name = tensor.name
+            measured = max(now, self._rounding[part, name])
+            self._rounding[part, name] = measured
             allowed = self._floor + _FACTOR * max(measured, usual)
             if part == GRADIENTS:
                 self._gradients_allowed[name] = max(allowed, self._gradients_allowed[name])
             elif part == WEIGHTS:
                 allowed += _WEIGHTS_PER_GRADIENT * self._gradients_allowed[name]
-            amounts = [tensor_difference(single, other) for other in ranks]
-            found.append(Difference(name, max(amounts), allowed, measured, amounts.index(max(amounts))))
-        return found
+
+            amounts = [tensor_difference(tensor.one, other) for other in tensor.many]
+            largest = max(amounts)
+            differences.append(Difference(name, largest, allowed, measured, rank=amounts.index(largest)))
+        return differences
+
+
+def _tensors(part: str, one: StepTrace, moved: StepTrace, many: Sequence[StepTrace]) -> list[Compared]:
+    """Return the tensors of a part, which is an attribute of a StepTrace."""
+    first: Mapping[str, Tensor] = getattr(one, part)
+    second: Mapping[str, Tensor] = getattr(moved, part)
+    ranks: list[Mapping[str, Tensor]] = [getattr(trace, part) for trace in many]
+    names = dict.fromkeys(chain(first, second, *ranks))
+    return [Compared(name, first.get(name), second.get(name), [rank.get(name) for rank in ranks]) for name in names]
 
 
 def _layers(one: StepTrace, moved: StepTrace, many: Sequence[StepTrace]) -> Iterator[Compared]:
     """Yield what passes through modules in the order of the forward, as long as all took the same path."""
-    ranks = [trace for trace in many if trace.num_samples]  # a rank may have no sample of a short batch
+    # A rank may have no sample of a short batch.
+    ranks = [trace for trace in many if trace.num_samples]
     # The p-th root of a p-th moment has the unit of the values.
     exponents = torch.tensor([1.0, *(1 / power for power in POWERS)])
     for first, second, *others in zip(one.events, moved.events, *(trace.events for trace in ranks), strict=False):
         if any(event.place != first.place for event in (second, *others)):
             return
         together = torch.stack([event.moments for event in others]).sum(dim=0)
-        moments = (first.moments, second.moments, together)
-        yield first.module, [(each / one.num_samples) ** exponents for each in moments]
+        yield Compared(
+            first.module,
+            (first.moments / one.num_samples) ** exponents,
+            (second.moments / one.num_samples) ** exponents,
+            [(together / one.num_samples) ** exponents],
+        )
 
 
 def tensor_difference(one: Tensor | None, other: Tensor | None) -> float:
     """Return the norm of the difference over the larger norm. None is a tensor of zeros."""
-    one, other = (torch.zeros(()) if each is None else each for each in (one, other))
-    off = float((one - other).norm())
-    return off and off / max(float(one.norm()), float(other.norm()))
+    if one is None:
+        one = torch.zeros(())
+    if other is None:
+        other = torch.zeros(())
+    distance = float((one - other).norm())
+    if distance == 0:
+        return 0.0
+    return distance / max(float(one.norm()), float(other.norm()))
 
 
 # Why
@@ -164,54 +217,77 @@ class Guess(NamedTuple):
     """What is probably wrong: a key of `CAUSES`, and what its text needs."""
 
     reason: str
-    module: str | None = None  # None if it is about none
-    factor: float | None = None  # of the gradients
-    names: Sequence[str] = ()  # parameters or buffers
+    # None if it is about none.
+    module: str | None = None
+    # Of the gradients.
+    factor: float | None = None
+    # Parameters or buffers.
+    names: Sequence[str] = ()
 
 
 def _differing_start(one: Trace, many: Trace) -> dict[str, Any] | None:
     """Return the initial weights that differ; None if all are the same."""
-    every = [
-        Difference(name, tensor_difference(each, many.weights.get(name)), one.floor, 0.0)
-        for name, each in one.weights.items()
-    ]
-    found = [each for each in every if each.is_too_large]
-    if not found:
+    differing = []
+    for name, weight in one.weights.items():
+        distance = tensor_difference(weight, many.weights.get(name))
+        difference = Difference(name, distance, one.floor, 0.0)
+        if difference.is_too_large:
+            differing.append(difference)
+    if not differing:
         return None
-    guess = Guess("start", names=[each.name for each in found])
-    return {"step": 0, "layer": None, "parts": _counted({WEIGHTS: found}), "shares": [], **guess._asdict()}
+    guess = Guess("start", names=[difference.name for difference in differing])
+    return {"step": 0, "layer": None, "parts": _counted({WEIGHTS: differing}), "shares": [], **guess._asdict()}
 
 
 def _first_difference(
     number: int, step: Step, one: StepTrace, many: Sequence[StepTrace], *, floor: float
 ) -> dict[str, Any] | None:
     """Return what differs in a step, and the guess; None if gradients, weights and buffers are the same."""
-    found = {part: [each for each in every if each.is_too_large] for part, every in step.items()}
-    layers = found.pop(LAYERS)
-    if not any(found.values()):
+    too_large = {part: [each for each in differences if each.is_too_large] for part, differences in step.items()}
+    layers = too_large.pop(LAYERS)
+    if not any(too_large.values()):
         return None
-    layer = None
     if layers:
         place = step[LAYERS].index(layers[0])
-        event = one.events[place]
-        before = one.events[place - 1] if place else None
-        layer = {
-            **asdict(layers[0]),
-            **{key: getattr(event, key) for key in ("kind", "type", "inside")},
-            "before": before and (before.module or before.type),
-            "drew": any(trace.events[place].drew for trace in (one, *many) if trace.num_samples),
-        }
+        layer = _differing_layer(layers[0], place, one, many)
+        guess = _cause_in_layer(layer)
+    else:
+        layer = None
+        guess = _cause_elsewhere(step, too_large, one, many, floor=floor)
     return {
         "step": number,
         "layer": layer,
-        "parts": _counted(found),
+        "parts": _counted(too_large),
         "shares": [trace.num_samples for trace in many],
-        **(_cause_in_layer(layer) if layer else _cause_elsewhere(step, found, one, many, floor=floor))._asdict(),
+        **guess._asdict(),
+    }
+
+
+def _differing_layer(difference: Difference, place: int, one: StepTrace, many: Sequence[StepTrace]) -> dict[str, Any]:
+    """Return the facts of the first layer that differs. place: that of its event in the forward."""
+    event = one.events[place]
+    before = None
+    if place > 0:
+        event_before = one.events[place - 1]
+        before = event_before.module or event_before.type
+    traces = [trace for trace in (one, *many) if trace.num_samples]
+    return {
+        **asdict(difference),
+        "kind": event.kind,
+        "type": event.type,
+        "inside": event.inside,
+        "before": before,
+        "drew": any(trace.events[place].drew for trace in traces),
     }
 
 
 def _counted(parts: Mapping[str, Sequence[Difference]]) -> dict[str, Any]:
-    return {part: {"number": len(found), "first": asdict(found[0])} for part, found in parts.items() if found}
+    """Return how many differ in each part, and the first of them."""
+    counted = {}
+    for part, differences in parts.items():
+        if differences:
+            counted[part] = {"number": len(differences), "first": asdict(differences[0])}
+    return counted
 
 
 def _cause_in_layer(layer: Mapping[str, Any]) -> Guess:
@@ -226,30 +302,38 @@ def _cause_in_layer(layer: Mapping[str, Any]) -> Guess:
 
 
 def _cause_elsewhere(
-    step: Step, found: Mapping[str, Sequence[Difference]], one: StepTrace, many: Sequence[StepTrace], *, floor: float
+    step: Step,
+    too_large: Mapping[str, Sequence[Difference]],
+    one: StepTrace,
+    many: Sequence[StepTrace],
+    *,
+    floor: float,
 ) -> Guess:
-    """Return the cause if every module returned the same. found: what differs."""
+    """Return the cause if every module returned the same. too_large: what differs."""
     # With many samples in each process, the moments of what a BatchNorm returns hide what its statistics show.
-    statistics = {each.name.rpartition(".")[0] for each in found[BUFFERS]}
+    statistics = {buffer.name.rpartition(".")[0] for buffer in too_large[BUFFERS]}
     for event in one.events:
         if event.type.startswith("BatchNorm") and event.module in statistics:
             return Guess("batch_norm", event.module)
-    part = next(part for part in (GRADIENTS, WEIGHTS, BUFFERS) if found[part])
-    names = [each.name for each in found[part]]
+
+    part = next(part for part in (GRADIENTS, WEIGHTS, BUFFERS) if too_large[part])
+    names = [difference.name for difference in too_large[part]]
     if part == BUFFERS:
         return Guess("buffers", names=names)
-    if all(each.rank > 0 for each in found[part]):
+    if all(difference.rank > 0 for difference in too_large[part]):
         return Guess("replicas", names=names)
     if part == WEIGHTS:
         return Guess("optimizer", names=names)
-    given = {name for name, gradient in one.gradients.items() if gradient.any()}
-    sure = [each for each in step[GRADIENTS] if each.is_sure and each.name in given]
+
+    nonzero = {name for name, gradient in one.gradients.items() if gradient.any()}
+    sure = [gradient for gradient in step[GRADIENTS] if gradient.is_sure and gradient.name in nonzero]
     if not sure:
         return Guess("loss")
-    if not all(each.is_too_large for each in sure):
+    if not all(gradient.is_too_large for gradient in sure):
         return Guess("backward", names=names)
-    factor, rest = common_factor(one.gradients, many[0].gradients)
-    return Guess("factor", factor=factor) if rest <= max([floor, *(each.allowed for each in sure)]) else Guess("loss")
+    factor, distance = common_factor(one.gradients, many[0].gradients)
+    is_factor = distance <= max([floor, *(gradient.allowed for gradient in sure)])
+    return Guess("factor", factor=factor) if is_factor else Guess("loss")
 
 
 def common_factor(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tuple[float, float]:
@@ -301,69 +385,88 @@ def render(answer: Mapping[str, Any]) -> str:
         number = format_count(len(answer["unsure"]), "parameter")
         names = _shortened(answer["unsure"])
         lines.append(f"{number} can't be compared, since rounding is as large as the gradient: {names}")
-    lines += [""] if lines[-1] else []
+    if lines[-1]:
+        lines.append("")
     if answer["first_difference"] is not None:
-        return "\n".join([*lines, *_difference(answer, answer["first_difference"])])
-    worst = answer["parts"]["weights"]["greatest"]
-    if not answer["same"]:
-        verdict = (
+        lines += _difference(answer, answer["first_difference"])
+    elif answer["same"]:
+        lines.append(_sameness(answer))
+    else:
+        lines.append(
             "Nothing can be compared: rounding is as large as the gradients, or no step was made (a loss scaler skips\n"
             "the first ones). Compare in trainer.precision=32-true, or in 64-true on the CPU."
         )
-    else:
-        what = "weights" if worst["allowed"] < _UNSURE else "gradients (rounding is as large as the weights' changes)"
-        verdict = (
-            f"The same: {answer['model']} gets the same {what} from 1 process and from {answer['processes']} in "
-            f"{format_count(answer['steps'], 'step')}, but for rounding."
-        )
-    return "\n".join([*lines, verdict])
+    return "\n".join(lines)
+
+
+def _sameness(answer: Mapping[str, Any]) -> str:
+    are_weights_sure = answer["parts"]["weights"]["greatest"]["allowed"] < _UNSURE
+    what = "weights" if are_weights_sure else "gradients (rounding is as large as the weights' changes)"
+    return (
+        f"The same: {answer['model']} gets the same {what} from 1 process and from {answer['processes']} in "
+        f"{format_count(answer['steps'], 'step')}, but for rounding."
+    )
 
 
 def _table(answer: Mapping[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [("", "compared", "off by", "allowed", "rounding", "where")]
-    for part, found in answer["parts"].items():
-        row: tuple[str, ...] = (part, str(found["compared"]))
-        if (worst := found["greatest"]) is not None:
-            off, allowed, rounding = (_number(worst[key]) for key in ("difference", "allowed", "rounding"))
-            row += (off, allowed, rounding, f"{worst['name'] or answer['model']}, step {worst['step']}")
+    for part, summary in answer["parts"].items():
+        row: tuple[str, ...] = (part, str(summary["compared"]))
+        worst = summary["greatest"]
+        if worst is not None:
+            numbers = [_number(worst[key]) for key in ("difference", "allowed", "rounding")]
+            row += (*numbers, f"{worst['name'] or answer['model']}, step {worst['step']}")
         rows.append(row)
     return format_table(rows)
 
 
 def _difference(answer: Mapping[str, Any], first_difference: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what differs first, and the guess why."""
     step = first_difference["step"]
-    layer = first_difference["layer"]
-    yield f"Not the same: {answer['model']} differs {f'in step {step}' if step else 'before the first step'}."
-    rows = [] if layer is None else [("first", _layer(layer))]
-    for part, found in first_difference["parts"].items():
-        of = f" of {answer['parts'][part]['compared']}" if step else ""
-        rows.append((part, f"{found['number']}{of} differ; first {found['first']['name']}, {_off(found['first'])}"))
+    when = f"in step {step}" if step else "before the first step"
+    yield f"Not the same: {answer['model']} differs {when}."
+
+    rows = []
+    if first_difference["layer"] is not None:
+        rows.append(("first", _layer(first_difference["layer"])))
+    for part, differing in first_difference["parts"].items():
+        number = str(differing["number"])
+        if step:
+            number += f" of {answer['parts'][part]['compared']}"
+        first = differing["first"]
+        rows.append((part, f"{number} differ; first {first['name']}, {_off(first)}"))
     yield format_table(rows)
-    shares = first_difference["shares"]
-    text = CAUSES[first_difference["reason"]].format(
+
+    module = first_difference["module"]
+    if module is None:
         # Random numbers that no module draws are drawn by the task.
-        module="The task" if first_difference["module"] is None else first_difference["module"] or answer["model"],
+        module = "The task"
+    shares = first_difference["shares"]
+    cause = CAUSES[first_difference["reason"]].format(
+        module=module or answer["model"],
         names=_shortened(first_difference["names"]),
         factor=first_difference["factor"],
         shares=" or ".join(map(str, sorted(set(shares)))),
         total=sum(shares),
     )
     yield "\nProbably:"
-    yield textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    yield textwrap.fill(cause, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _layer(layer: Mapping[str, Any]) -> str:
     """Return where in the forward a layer differs, and by how much."""
-    where = f"the {layer['kind']} of " + (f"{layer['name']} ({layer['type']})" if layer["name"] else layer["type"])
+    name = f"{layer['name']} ({layer['type']})" if layer["name"] else layer["type"]
+    where = f"the {layer['kind']} of {name}"
     if layer["kind"] == "input" and layer["inside"] is not None:
         where += f", made in the forward of {layer['inside'] or 'the model'}"
-        where += f" after {layer['before']}" if layer["before"] else ""
+        if layer["before"]:
+            where += f" after {layer['before']}"
     return f"{where}: {_off(layer)}"
 
 
-def _off(found: Mapping[str, Any]) -> str:
-    where = f" on rank {found['rank']}" if found["rank"] else ""
-    return f"{_number(found['difference'])} off{where} ({_number(found['allowed'])} allowed)"
+def _off(difference: Mapping[str, Any]) -> str:
+    where = f" on rank {difference['rank']}" if difference["rank"] else ""
+    return f"{_number(difference['difference'])} off{where} ({_number(difference['allowed'])} allowed)"
 
 
 def _number(value: float) -> str:

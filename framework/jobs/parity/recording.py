@@ -24,7 +24,8 @@ from framework.distributed.sharded import full_tensor, local_tensor
 from framework.system.run_dir import RunDir
 from framework.types import FitInfo, StepInfo, Stop
 
-POWERS = (1, 2, 4)  # in `moments`; a normalised tensor has the first moment and the second of any other
+# In `moments`. A normalised tensor has the first moment and the second of any other.
+POWERS = (1, 2, 4)
 _BUCKETS = 1024
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -35,22 +36,32 @@ def tolerance(precision: str, dtypes: Iterable[torch.dtype]) -> tuple[float, flo
     That is for the coarsest of these formats and of `precision`; docs/parity.md explains the numbers.
     """
     formats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-    formats += [_AUTOCAST[precision]] if precision in _AUTOCAST else []
-    unit = max(torch.finfo(dtype).eps / 2 for dtype in formats)  # the largest relative error of one rounding
-    # With 16 bits, sums are in float32.
-    return (4 * unit, unit) if unit > 2.0**-16 else (128 * unit, 64 * unit)
+    if precision in _AUTOCAST:
+        formats.append(_AUTOCAST[precision])
+    # The largest relative error of one rounding.
+    unit = max(torch.finfo(dtype).eps / 2 for dtype in formats)
+    has_16_bits = unit > 2.0**-16
+    if has_16_bits:
+        # Sums are in float32.
+        return 4 * unit, unit
+    return 128 * unit, 64 * unit
 
 
 @dataclass(frozen=True)
 class Event:
     """A tensor that a module's forward is given or returns."""
 
-    kind: str  # "input" or "output"
-    module: str  # its name; empty for the model itself
+    # "input" or "output".
+    kind: str
+    # The module's name; empty for the model itself.
+    module: str
     type: str
-    inside: str | None  # the module whose forward calls it; None for the model itself
-    drew: bool  # random numbers were drawn since the event before
-    moments: Tensor  # see `moments`; of a step, times its samples
+    # The module whose forward calls it; None for the model itself.
+    inside: str | None
+    # Random numbers were drawn since the event before.
+    drew: bool
+    # As `moments` returns them; in a StepTrace, times its samples.
+    moments: Tensor
 
     @property
     def place(self) -> tuple[str, str]:
@@ -62,9 +73,12 @@ class StepTrace:
     """One optimizer step of one rank. Gradients, weights and buffers are sketches by name."""
 
     num_samples: int
-    events: Sequence[Event]  # none if its micro-batches took different paths through the model
-    gradients: Mapping[str, Tensor]  # as the optimizer gets them; none if the loss scaler skipped the step
-    weights: Mapping[str, Tensor]  # their changes since the start
+    # None if its micro-batches took different paths through the model.
+    events: Sequence[Event]
+    # As the optimizer gets them; none if the loss scaler skipped the step.
+    gradients: Mapping[str, Tensor]
+    # Their changes since the start.
+    weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
 
 
@@ -72,10 +86,14 @@ class StepTrace:
 class Trace:
     """What one rank writes to `RUN/parity/rank_N.pt`."""
 
-    weights: Mapping[str, Tensor]  # before the first step
-    model: str  # its class
-    floor: float  # see `tolerance`
-    dropouts: int  # modules in which dropout was switched off
+    # Before the first step.
+    weights: Mapping[str, Tensor]
+    # The model's class.
+    model: str
+    # How far two trainings may always differ: see `tolerance`.
+    floor: float
+    # Modules in which dropout was switched off.
+    dropouts: int
     steps: list[StepTrace]
 
 
@@ -105,13 +123,17 @@ class Recording:
         self._steps = steps
         self._precision = precision
         self._moves_weights = moves_weights
-        self._events: list[Event] = []  # of this step
+        # Of this step.
+        self._events: list[Event] = []
         self._gradients: dict[str, Tensor] = {}
-        self._open: list[str] = []  # modules whose forward is running
+        # Modules whose forward is running.
+        self._open: list[str] = []
 
     def on_fit_start(self, info: FitInfo) -> None:
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-        self._model = model = info.model
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+        model = info.model
+        self._model = model
         floor, moved_by = tolerance(self._precision, [parameter.dtype for parameter in model.parameters()])
         dropouts = switch_off_dropout(model)
         if self._moves_weights:
@@ -123,8 +145,8 @@ class Recording:
         for name, module in model.named_modules():
             self._watch(name, module)
 
-    def on_train_step_end(self, report: StepInfo) -> Stop | None:
-        sizes = [micro.num_samples for micro in report.indices]
+    def on_train_step_end(self, info: StepInfo) -> Stop | None:
+        sizes = [micro.num_samples for micro in info.indices]
         weights = _sketches(self._model.named_parameters())
         step = StepTrace(
             num_samples=sum(sizes),
@@ -136,15 +158,20 @@ class Recording:
         self._events = []
         self._gradients = {}
         self._trace.steps.append(step)
-        return Stop(f"parity.steps={self._steps} compared") if len(self._trace.steps) >= self._steps else None
+        if len(self._trace.steps) >= self._steps:
+            return Stop(f"parity.steps={self._steps} compared")
+        return None
 
     def on_fit_end(self) -> None:
         self._file.parent.mkdir(exist_ok=True)
         torch.save(self._trace, self._file)
 
     def _record_gradients(self) -> None:
-        given = ((name, parameter.grad) for name, parameter in self._model.named_parameters())
-        self._gradients = _sketches((name, grad) for name, grad in given if grad is not None)
+        gradients = []
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                gradients.append((name, parameter.grad))
+        self._gradients = _sketches(gradients)
 
     def _watch(self, name: str, module: nn.Module) -> None:
         """Record every forward of the module."""
@@ -164,11 +191,12 @@ class Recording:
         tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
         if not tensors or not self._model.training:
             return
-        before = self._drawn
+        drawn_before = self._drawn
         self._drawn = fingerprint(self._devices)
+        drew = self._drawn != drawn_before
         inside = self._open[-1] if self._open else None
-        drew = before != self._drawn
-        self._events += [Event(kind, name, type(module).__name__, inside, drew, moments(each)) for each in tensors]
+        for tensor in tensors:
+            self._events.append(Event(kind, name, type(module).__name__, inside, drew, moments(tensor)))
 
 
 def step_events(recorded: Sequence[Event], sizes: Sequence[int]) -> list[Event]:
@@ -181,25 +209,23 @@ def step_events(recorded: Sequence[Event], sizes: Sequence[int]) -> list[Event]:
     paths = [[event.place for event in part] for part in micro]
     if any(path != paths[0] for path in paths):
         return []
-    return [
-        replace(
-            same[0],
-            drew=any(event.drew for event in same),
-            moments=torch.stack([size * event.moments for size, event in zip(sizes, same, strict=True)]).sum(dim=0),
-        )
-        for same in zip(*micro, strict=True)
-    ]
+    events = []
+    for same in zip(*micro, strict=True):
+        weighted = [size * event.moments for size, event in zip(sizes, same, strict=True)]
+        drew = any(event.drew for event in same)
+        events.append(replace(same[0], drew=drew, moments=torch.stack(weighted).sum(dim=0)))
+    return events
 
 
 def switch_off_dropout(model: nn.Module) -> int:
     """Set the dropout of torch's own modules to 0. Return in how many modules it wasn't."""
-    found = 0
+    count = 0
     for module in model.modules():
         for kind, name in ((_DropoutNd, "p"), (nn.MultiheadAttention, "dropout"), (nn.RNNBase, "dropout")):
             if isinstance(module, kind) and getattr(module, name) > 0:
                 setattr(module, name, 0.0)
-                found += 1
-    return found
+                count += 1
+    return count
 
 
 @torch.no_grad()
@@ -210,7 +236,8 @@ def move_weights(model: nn.Module, *, by: float) -> None:
         own = local_tensor(parameter)
         if own.is_floating_point() or own.is_complex():
             signs = torch.randint(2, own.shape, generator=generator) * 2 - 1
-            own.mul_((1 + by * signs.double()).to(own.device))  # the weights' format may have no number so near to 1
+            # In float64: the weights' format may have no number so near to 1.
+            own.mul_((1 + by * signs.double()).to(own.device))
 
 
 def moments(tensor: Tensor) -> Tensor:
@@ -224,8 +251,10 @@ def moments(tensor: Tensor) -> Tensor:
 def sketch(tensor: Tensor) -> Tensor:
     """Return sums of a tensor's values with random signs, always the same ones: (_BUCKETS,)."""
     values = _exact(tensor).cpu()
-    signs = torch.randint(2, values.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8) * 2 - 1
-    return nn.functional.pad(values * signs, (0, -len(values) % _BUCKETS)).reshape(-1, _BUCKETS).sum(dim=0)
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, values.shape, generator=generator, dtype=torch.int8) * 2 - 1
+    padded = nn.functional.pad(values * signs, (0, -len(values) % _BUCKETS))
+    return padded.reshape(-1, _BUCKETS).sum(dim=0)
 
 
 def _sketches(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -236,5 +265,6 @@ def _sketches(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 def _exact(tensor: Tensor) -> Tensor:
     """Return all values in one dimension and in float64, where nearly equal ones still differ; 0 for NaN and Inf."""
     values = tensor.detach()
-    values = torch.view_as_real(values) if values.is_complex() else values
+    if values.is_complex():
+        values = torch.view_as_real(values)
     return values.flatten().to(torch.float64, copy=True).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
