@@ -86,7 +86,13 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | Strea
         if metrics:
             check_metrics(setup.config, metrics)
 
-        seconds = _fit(setup, trainer)
+        started = time.perf_counter()
+        with ExitStack() as stack:
+            # Without checkpoints a stop signal just ends the process.
+            if trainer.checkpoints is not None:
+                stack.enter_context(stoppable(setup.link))
+            trainer.fit()
+        seconds = time.perf_counter() - started
 
         setup.link.rank_status.set_phase(RankPhase.EVALUATE)
         test_results = None
@@ -129,17 +135,6 @@ def _check_disk_space(setup: RankSetup, checkpoint_bytes: int) -> None:
             f"{format_bytes(free)} are free in {folder}.\nMake room, choose another disk with path.outputs=FOLDER, or "
             "train without checkpoints: checkpoint=none"
         )
-
-
-def _fit(setup: RankSetup, trainer: Trainer) -> float:
-    """Train, and return how many seconds it took."""
-    started = time.perf_counter()
-    with ExitStack() as stack:
-        # Without checkpoints a stop signal just ends the process.
-        if trainer.checkpoints is not None:
-            stack.enter_context(stoppable(setup.link))
-        trainer.fit()
-    return time.perf_counter() - started
 
 
 def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader]) -> dict[str, Any]:
