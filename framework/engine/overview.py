@@ -13,7 +13,7 @@ from framework.config.saved import written_config
 from framework.distributed.sharded import layout_of, num_parameters
 from framework.engine.data_checks import streams_of
 from framework.engine.setup import RankSetup
-from framework.engine.sizes import StateSizes
+from framework.engine.state_bytes import StateSizes
 from framework.media import Text
 from framework.monitoring.report import FailureReport
 from framework.system.formatting import format_bytes, format_count, format_facts

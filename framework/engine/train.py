@@ -23,7 +23,7 @@ from framework.engine.overview import introduce
 from framework.engine.restore import own_checkpoint, restore
 from framework.engine.results import write_results
 from framework.engine.setup import RankSetup, setup_rank
-from framework.engine.sizes import state_sizes
+from framework.engine.state_bytes import state_sizes
 from framework.engine.weights import load_model
 from framework.errors import EXIT_STOPPED, RunError
 from framework.launch.plan import MonitorLink, RankArguments

@@ -28,7 +28,7 @@ from framework.engine.data_checks import check_metrics, check_streams, check_val
 from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches, train_size
 from framework.engine.loaders import with_batch_sizes
 from framework.engine.setup import plan_steps, plan_training
-from framework.engine.sizes import average_bytes, checkpoint_bytes, optimizer_bytes, tensor_bytes
+from framework.engine.state_bytes import average_bytes, checkpoint_bytes, optimizer_bytes, tensor_bytes
 from framework.errors import DataError, describe_error
 from framework.optim.param_groups import ParamGroups
 from framework.optim.phases import phases_of

@@ -29,7 +29,7 @@ from framework.data.stream import StreamLoader
 from framework.distributed.collectives import barrier
 from framework.engine.build_trainer import build_trainer
 from framework.engine.setup import RankSetup
-from framework.engine.sizes import average_dtype
+from framework.engine.state_bytes import average_dtype
 from framework.errors import RunError, describe_error
 from framework.strategies.base import Strategy
 from framework.system.formatting import format_binary_bytes

@@ -14,7 +14,7 @@ from torch import nn
 from framework.checkpoint import LocalStorage
 from framework.checkpoint.writer import write
 from framework.distributed.seed import generator_states
-from framework.engine.sizes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
+from framework.engine.state_bytes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
 from framework.strategies.base import Strategy
 
 
