@@ -44,7 +44,8 @@ def any_over_ranks(flag: bool, context: Context) -> bool:
     """Return True if the flag is set on any rank; waits for the device."""
     if context.world_size == 1:
         return flag
-    return bool(sum_over_ranks(torch.tensor([float(flag)], device=context.device), context).item())
+    count = torch.tensor([float(flag)], device=context.device)
+    return bool(sum_over_ranks(count, context).item())
 
 
 def gather_to_all(value: Any, context: Context, *, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -71,9 +72,12 @@ def gather_to_first(value: Any, context: Context) -> list[Any]:
     for begin in range(0, max(gather_to_all(len(own), context)), _CHUNK_BYTES):
         pieces: list[Any] | None = [None] * context.world_size if context.is_main else None
         dist.gather_object(own[begin : begin + _CHUNK_BYTES], pieces)
-        for whole, piece in zip(gathered, pieces or [], strict=False):
-            whole += piece
-    return [pickle.loads(each) for each in gathered] if context.is_main else []
+        if pieces is not None:
+            for whole, piece in zip(gathered, pieces, strict=True):
+                whole += piece
+    if not context.is_main:
+        return []
+    return [pickle.loads(whole) for whole in gathered]
 
 
 def broadcast_object(value: Any, context: Context, *, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
@@ -128,7 +132,8 @@ class SideChannel:
         def result() -> Table:
             try:
                 work.wait()
-            except RuntimeError as error:  # gloo's wait raises nothing finer
+            except RuntimeError as error:
+                # gloo's wait raises nothing finer.
                 raise RunError(
                     f"Rank {self._context.rank} timed out waiting for what other ranks read of their streams: {error}\n"
                     "Look at the other ranks' logs; raise backend.timeout if a stream is only slow."

@@ -51,7 +51,8 @@ def sync_through(metric: Any, context: Context) -> None:
     """
     for part in filter(is_torchmetric, metric.modules()):
         part.dist_sync_on_step = False
-        part.sync_on_compute = part._to_sync = True
+        part.sync_on_compute = True
+        part._to_sync = True
         part._sync_dist = partial(_merge_ranks, part, context)
         part.distributed_available_fn = partial(bool, context.world_size > 1)
 
@@ -64,7 +65,9 @@ def _merge_ranks(metric: Any, context: Context, *_: Any, **__: Any) -> None:
     own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), dict(metric.metric_state))
     of_ranks = gather_to_all((metric.update_count > 0, own), context)
     states = [state for had_data, state in of_ranks if had_data]
-    for name, reduction in metric._reductions.items() if states else ():
+    if not states:
+        return
+    for name, reduction in metric._reductions.items():
         merged = _merged([state[name] for state in states], reduction)
         setattr(metric, name, tree_map_only(Tensor, lambda tensor: tensor.to(metric.device), merged))
 
@@ -74,7 +77,9 @@ def _merged(values: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
     concatenates = getattr(reduction, "__name__", "") == "dim_zero_cat"
     if any(isinstance(value, list) for value in values):
         # A list may have been concatenated to a tensor already.
-        whole = [item for value in values for item in (value if isinstance(value, list) else [value])]
+        whole = []
+        for value in values:
+            whole += value if isinstance(value, list) else [value]
         return whole if reduction is None or concatenates else reduction(whole)
     if len(values) == 1:
         return values[0]

@@ -20,11 +20,16 @@ _LAYOUT = "_stage_layout"
 class StageLayout:
     """What a rank that holds some stages of a model knows about the whole."""
 
-    names: frozenset[str]  # in the whole state dict
-    parameters: tuple[str, ...]  # names of all parameters, in order
-    num_parameters: int  # elements in all of them
-    writes: bool  # this rank writes its stages to checkpoints; others have copies of them
-    has_output: bool  # this rank has the last stage
+    # Names in the whole state dict.
+    names: frozenset[str]
+    # Names of all parameters, in order.
+    parameters: tuple[str, ...]
+    # Elements in all of them.
+    num_parameters: int
+    # This rank writes its stages to checkpoints; others have copies of them.
+    writes: bool
+    # This rank has the last stage.
+    has_output: bool
 
 
 def set_layout(model: nn.Module, layout: StageLayout) -> None:
@@ -46,12 +51,15 @@ def has_output(model: nn.Module) -> bool:
 def num_parameters(model: nn.Module) -> int:
     """Return the number of elements in all parameters, including those of stages on other ranks."""
     layout = layout_of(model)
-    return sum(each.numel() for each in model.parameters()) if layout is None else layout.num_parameters
+    if layout is not None:
+        return layout.num_parameters
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return True for a DTensor, without importing its module, which takes most of a second."""
-    if type(value) is Tensor or type(value) is nn.Parameter:  # nearly always; a missing attribute costs microseconds
+    # Nearly always one of these; to look for a missing attribute costs microseconds.
+    if type(value) is Tensor or type(value) is nn.Parameter:
         return False
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
