@@ -226,7 +226,7 @@ def sample(model: Any, context: Any, prompt: str = "\n", length: int = 500, temp
         return
     tokens = encode(prompt).to(context.device)[None, :]  # (1, T)
     for _ in range(length):
-        # The model has a place for the last `model.context` characters only.
+        # The model sees at most its last `model.context` characters.
         scores = model(tokens[:, -model.context :])  # (1, T, V)
         probabilities = torch.softmax(scores[0, -1] / temperature, dim=0)  # (V)
         next_token = torch.multinomial(probabilities, num_samples=1)

@@ -487,7 +487,7 @@ STRATEGIES = [
         name="ranks-draw-the-same-numbers",
         caught_by="tests/features/test_repeatability.py::test_ranks_share_switches_and_draw_different_numbers",
         within="build_trainer",
-        old="seed_everything(config.seed, rank=setup.seeded_as)",
+        old="seed_everything(config.seed, rank=setup.seed_rank)",
         new="seed_everything(config.seed, rank=0)",
         what="All ranks draw the same dropout masks.",
     ),

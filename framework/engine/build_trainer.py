@@ -79,7 +79,8 @@ def build_trainer(
         start = run_length.start_of(resumed, size=train_loader.size, steps_per_epoch=steps_per_epoch, plan=setup.plan)
     total_steps = run_length.total_steps(setup.requested.trainer, steps_per_epoch=steps_per_epoch, start=start)
     schedule_length = partial(run_length.schedule_length, setup.requested, steps_per_epoch, phases=phases, start=start)
-    # Fused optimizers take no sparse gradients, and skip a step that overflows unseen.
+    # Fused optimizers take no sparse gradients. With a scaler they skip an overflowing step themselves, and the trainer
+    # wouldn't see it.
     may_fuse = not assembled.precision.scaler.is_enabled() and not _has_sparse_gradients(model)
     optimizer = build.build_optimizer(param_groups, model, may_fuse=may_fuse, total_steps=total_steps)
 
@@ -102,7 +103,7 @@ def build_trainer(
         compile_mode=settings.compile,
     )
     # From here on, ranks with other samples draw other numbers.
-    seed_everything(config.seed, rank=setup.seeded_as)
+    seed_everything(config.seed, rank=setup.seed_rank)
     groups = (*strategy.groups, *setup.exchange.groups)
     return Trainer(
         state,

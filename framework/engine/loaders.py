@@ -160,7 +160,7 @@ def _eval_loader(
         )
     return EvalLoader(
         loader,
-        # Each rank that reads a shard of a stream has its own part of it, not every so many samples.
+        # Ranks take turns, one batch each, unless each reads a shard of its own of a stream.
         turns=None if is_sharded_stream else batch_size,
         is_even=strategy is not None and strategy.forward_communicates,
         tick=setup.link.rank_status.tick,

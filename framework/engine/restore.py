@@ -62,34 +62,44 @@ def own_checkpoint(setup: RankSetup) -> LastUndamaged:
     is_last = bool(setup.attempt) or Path(str(setup.config.resume)).resolve() == setup.run_dir.path.resolve()
     source = setup.run_dir.checkpoints if is_last else Path(str(setup.config.resume))
     context = setup.context
-    faults: dict[Path, str | None] = {}  # of the checkpoints whose files were read
-    while True:  # until the one that rank 0 finds is whole, of which every rank reads its share
-        looked = broadcast_object(_look(source, faults, is_last=is_last) if context.is_main else None, context)
-        if isinstance(looked, str):
-            raise CheckpointError(looked)
-        chosen: Path | None = looked.directory
+    # What is wrong with each checkpoint whose files were read; None for nothing.
+    faults: dict[Path, str | None] = {}
+    while True:
+        # Rank 0 proposes a checkpoint, and every rank reads its share of the files. If it is damaged, rank 0 proposes
+        # an earlier one or gives an error. If it is whole, rank 0 proposes it again, which ends the loop.
+        proposed = _propose(source, faults, is_last=is_last) if context.is_main else None
+        proposed = broadcast_object(proposed, context)
+        if isinstance(proposed, str):
+            raise CheckpointError(proposed)
+        chosen: Path | None = proposed.directory
         if chosen is None or chosen in faults:
             break
-        is_here = manifest_or_none(chosen) is not None  # or this rank has another disk
-        fault = find_damage(chosen, rank=context.rank, world_size=context.world_size) if is_here else None
+        fault = None
+        # A node with a disk of its own may not have it, which is refused below.
+        if manifest_or_none(chosen) is not None:
+            fault = find_damage(chosen, rank=context.rank, world_size=context.world_size)
         faults[chosen] = "; ".join(filter(None, gather_to_all(fault, context))) or None
     if chosen is not None and is_last:
-        chosen = (source / chosen.name).resolve()  # symlinks may lead elsewhere than on rank 0's node
+        # Symlinks may lead elsewhere than on rank 0's node.
+        chosen = (source / chosen.name).resolve()
     if chosen is not None and manifest_or_none(chosen) is None:
         raise RunError(
             f"Node {context.node_rank} ({socket.gethostname()}) doesn't have the checkpoint to resume from, "
             f"{chosen}.\nPut the run directory on a disk that all nodes share: path.outputs=FOLDER"
         )
     if context.is_main:
-        for directory, text in looked.damaged:
+        for directory, text in proposed.damaged:
             warn(f"The checkpoint {directory} can't be used: {text}. An earlier one is used; nothing is deleted")
         if chosen is None:
             warn("There is no checkpoint yet: the run starts from scratch")
-    return LastUndamaged(chosen, looked.damaged)
+    return LastUndamaged(chosen, proposed.damaged)
 
 
-def _look(source: Path, faults: Mapping[Path, str | None], *, is_last: bool) -> LastUndamaged | str:
-    """Return what `source` means, or an error's text. faults: known ones; otherwise sizes are checked."""
+def _propose(source: Path, faults: Mapping[Path, str | None], *, is_last: bool) -> LastUndamaged | str:
+    """Return the checkpoint that `source` means, or an error's text.
+
+    One that isn't in `faults` yet has only its sizes checked.
+    """
 
     def damage(directory: Path) -> str | None:
         return faults[directory] if directory in faults else find_damage(directory, thorough=False)
@@ -142,7 +152,7 @@ def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
 def _restore_generators(setup: RankSetup, saved: Sequence[dict[str, Any]], *, step: int) -> None:
     """Restore every generator; with other ranks or devices than saved, seed them by seed, rank and step."""
     context = setup.context
-    seed_everything(mix(setup.config.seed, "resumed on", context.world_size, step), rank=setup.seeded_as)
+    seed_everything(mix(setup.config.seed, "resumed on", context.world_size, step), rank=setup.seed_rank)
     if len(saved) != context.world_size:
         logger.warning(
             "the checkpoint is of %d ranks, this run has %d: random generators are seeded again",

@@ -54,8 +54,8 @@ class RankSetup:
         return self.strategy.data_share(self.context)
 
     @property
-    def seeded_as(self) -> int:
-        """The number that seeds this rank's generators, with the run's seed.
+    def seed_rank(self) -> int:
+        """The rank that seeds this rank's generators, together with the run's seed.
 
         Ranks that train on the same samples draw the same numbers, as for dropout, unless they have different stages.
         """
@@ -111,7 +111,7 @@ def _set_up_process(config: Config, context: Context) -> None:
 
 
 def plan_training(config: Config, context: Context) -> tuple[Strategy, BatchPlan]:
-    """Check every `_target_`, and return the strategy and what one optimizer step takes.
+    """Check every `_target_`; return the strategy, and how samples are split into optimizer steps.
 
     Raises FrameworkError for a wrong request.
     """
@@ -123,7 +123,10 @@ def plan_training(config: Config, context: Context) -> tuple[Strategy, BatchPlan
 
 
 def plan_steps(config: Config, context: Context, strategy: Strategy) -> BatchPlan:
-    """Return what one optimizer step takes. Raises ConfigError for a batch that can't be split."""
+    """Return how samples are split into optimizer steps, ranks and micro-batches.
+
+    Raises ConfigError for a batch that can't be split.
+    """
     data = config.data
     share = strategy.data_share(context)
     batch_size = data.train_batch_size
@@ -145,7 +148,7 @@ def plan_steps(config: Config, context: Context, strategy: Strategy) -> BatchPla
 def procs_on_cores(config: Config, context: Context) -> int:
     """Return how many processes share this one's cores: all of the node, unless srun has bound each to its own."""
     procs = context.topology.procs_per_node
-    # The cores of one that srun has started may be its own; those of our own ranks are the command's.
+    # srun may bind each process to cores of its own. Ranks that we start share the cores of the command.
     if not launcher_class(config.launcher).joins_started_ranks:
         return procs
     return processes_on_cores(local_rank=context.local_rank, procs=procs, environ=os.environ)

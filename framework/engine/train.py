@@ -46,9 +46,11 @@ def run_rank(
     Raises FrameworkError for a wrong request, and whatever the user's code raises.
     """
     with setup_rank(arguments, link) as setup:
+        # The set-up changes too, if the data decides the batch sizes.
         datasets, setup = build_data(setup)
         datasets = apply_overfit_batches(datasets, setup.config.trainer, setup.plan)
         if datasets.val is None:
+            # Refuse a configuration that monitors a metric: none will be computed.
             check_metrics(setup.config, ())
         train_loader = make_train_loader(setup, datasets)
 

@@ -85,8 +85,9 @@ class DDP(SyncedBuffers):
         self._powersgd = None
         if self._hook == POWERSGD:
             self._powersgd = PowerSGD(hook_options, context=context, cap_mb=bucket_cap_mb)
-        # This step's waiting hasn't been reported yet.
-        self._must_report = False
+        # Gradients are exchanged in this backward, and no hook has reported yet when waiting for them begins.
+        self._waiting_is_unreported = False
+        # Exchanges of gradients so far, since the model was wrapped or a checkpoint was loaded.
         self._exchanges = 0
         # Names of parameters, as their gradients came in the first exchange.
         self._order: list[str] = []
@@ -174,18 +175,18 @@ class DDP(SyncedBuffers):
         assert isinstance(model, DistributedDataParallel)
         self._begin_forward(model, synchronise=synchronise)
         # Torch records a static graph in the first backward, which must exchange gradients.
-        exchanges = synchronise or (self._options["static_graph"] and not self._exchanges)
-        if exchanges:
+        will_exchange = synchronise or (self._options["static_graph"] and not self._exchanges)
+        if will_exchange:
             self._exchanges += 1
-        self._must_report = exchanges
+        self._waiting_is_unreported = will_exchange
         try:
-            with nullcontext() if exchanges else model.no_sync():
+            with nullcontext() if will_exchange else model.no_sync():
                 yield
         except RuntimeError as error:
             if not self._options["find_unused_parameters"]:
                 _check_unused(model.module, error)
             raise
-        if self._must_report and self._waiting is not None:
+        if self._waiting_is_unreported and self._waiting is not None:
             self._waiting.waiting_unknown()
 
     def observe_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
@@ -236,7 +237,7 @@ class DDP(SyncedBuffers):
         DDP queues its waiting for the exchange when the last parameter is done, after any hook of a parameter.
         """
         assert self._waiting is not None
-        self._must_report = False
+        self._waiting_is_unreported = False
         torch.autograd.Variable._execution_engine.queue_callback(self._waiting.begin_waiting)
 
     def _note_order(self, model: DistributedDataParallel) -> None:

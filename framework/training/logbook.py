@@ -205,7 +205,7 @@ class Logbook:
             elif not is_number(value):
                 values[whole_name] = value
             elif self._context.is_main:
-                # Only there, since reading a tensor waits for the device.
+                # On rank 0 only: reading a tensor waits for its device.
                 values[whole_name] = float(value)
         self.log_values(values)
 

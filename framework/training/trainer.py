@@ -106,13 +106,13 @@ class Trainer:
         self.val_loaders = val_loaders
         self.checkpoints = checkpoints
         self.start_step = 0
-        # Called once everything that draws numbers is made.
+        # Set by `engine.restore` when it resumes a run; `fit` calls it after the start hooks, which may draw numbers.
         self.restore_generators: Callable[[], object] | None = None
         self._after_first_step = after_first_step
         self._check_metrics = check_metrics
         self._saved_step: int | None = None
-        # By the clock, not by a number of steps or epochs.
-        self._save_is_due = False
+        # A checkpoint is due by the clock; those due by steps or epochs aren't noted here.
+        self._timed_save_is_due = False
         # Bound by `fit`.
         self._hooks = _Hooks()
 
@@ -120,8 +120,9 @@ class Trainer:
         strategy = state.strategy
         self._runs_windows = type(strategy).run_window is not Strategy.run_window
         self._num_shares = strategy.data_share(state.context).world_size
-        # A strategy that runs windows gives each output to one rank.
-        self._counts = self._runs_windows or state.speaks_for_share
+        # Of ranks that train on the same samples, only one counts them in means and weights. A strategy that runs
+        # windows gives each output to one rank anyway.
+        self._counts_outputs = self._runs_windows or state.speaks_for_share
         # A task without phases has a single one, without a name.
         self._only_phase: tuple[Phase, ...] = ()
         if state.phases is None:
@@ -132,7 +133,7 @@ class Trainer:
             strategy=strategy,
             task=state.task,
             may_drop=self.train_loader.collates,
-            counts=self._counts,
+            counts=self._counts_outputs,
         )
         # CUDA graphs write the outputs of every step to the same memory.
         self._overwrites_outputs = settings.compile in CUDA_GRAPH_MODES and state.context.device.type == "cuda"
@@ -147,8 +148,8 @@ class Trainer:
         self._timer = StepTimer(link.rank_status, clock=clock, every=settings.log_every_n_steps)
         for observe_waiting in hooks([self.train_loader], "observe_waiting"):
             observe_waiting(self._timer)
-        # FLOPs are counted on a copy of the model, and of one step for all. A model that is spread over ranks isn't
-        # copied, and phases differ from step to step.
+        # FLOPs are counted once, for one step on a copy of the model. That doesn't work for a model spread over ranks,
+        # which can't be copied, nor with phases, whose steps differ.
         is_spread = self._runs_windows or strategy.forward_communicates
         is_counted = counts_flops and not is_spread and state.phases is None
         self._flops = FlopRate(peak_of_run(state.context, settings.precision), is_wanted=is_counted)
@@ -186,6 +187,7 @@ class Trainer:
             if window.epoch_end:
                 state.schedule.step_after("epoch")
                 self._timer.leave_step(RankPhase.LOGGING)
+                # A callback may have asked to stop since the last log.
                 self.stop.agree()
             if self._evaluation_due(epoch_end=window.epoch_end):
                 self.evaluate()
@@ -199,10 +201,11 @@ class Trainer:
         self._finish()
 
     def train_step(self, window: Window) -> Tensor:
-        """Make one optimizer step over this rank's micro-batches; return the detached loss of the last one.
+        """Train on this rank's part of one global batch; return the detached loss of the last micro-batch.
 
-        Each mean loss is multiplied by its share of the global batch, times the number of data shares: strategies
-        average gradients over these. A task with several losses makes a step for each.
+        This is one optimizer step, or one for each phase of a task that has several losses. Each mean loss is
+        multiplied by the micro-batch's part of the global batch. It is also multiplied by the number of data shares,
+        because strategies average gradients over these.
         """
         state = self.state
         if state.trainable.has_changed():
@@ -219,7 +222,7 @@ class Trainer:
             for position, micro in enumerate(micro_batches, start=1):
                 is_last = position == window.num_micro_batches
                 mark(RankPhase.FORWARD)
-                with self._isolated(micro), state.strategy.accumulate(state.model, synchronise=is_last):
+                with self._stand_in_isolated(micro), state.strategy.accumulate(state.model, synchronise=is_last):
                     output = self._forward(micro, phase=phase, window=window, is_first=position == 1)
                     loss = self._weights.weighted(
                         output,
@@ -232,7 +235,7 @@ class Trainer:
                         self._weights.begin_sum(phase.name)
                     mark(RankPhase.BACKWARD)
                     state.precision.scaler.scale(loss).backward()
-                if micro.num_samples and output.num_samples and self._counts:
+                if micro.num_samples and output.num_samples and self._counts_outputs:
                     state.meter.add(output, step=self.progress.step + 1, phase=phase.name)
                 mark(RankPhase.DATA)
 
@@ -242,8 +245,8 @@ class Trainer:
         state.strategy.after_update(state.model)
         return output.loss.detach()
 
-    def _isolated(self, micro: MicroBatch) -> AbstractContextManager[Any]:
-        """Return a context that undoes what the forward of a stand-in changes beside gradients."""
+    def _stand_in_isolated(self, micro: MicroBatch) -> AbstractContextManager[Any]:
+        """Return a context for a forward and backward. For a stand-in, it undoes what these change but gradients."""
         return NO_CONTEXT if micro.num_samples else self.state.without_side_effects()
 
     def _forward(self, micro: MicroBatch, *, phase: Phase, window: Window, is_first: bool) -> StepOutput:
@@ -288,18 +291,18 @@ class Trainer:
                 self.logbook.grad_norms[f"{phase.name}/grad_norm".lstrip("/")] = norm
 
         self.logbook.lrs = [group["lr"] for group in state.optimizer.param_groups]
-        # With a scaler, the optimizer's hook sets it.
+        # A scaler skips the step if gradients overflow; if it doesn't, `_note_optimizer_step` sets this to True.
         self._has_stepped = not scaler.is_enabled()
         scaler.step(optimizer)
         scaler.update()
-        # Without zero_grad's mark for the profiler, 3 % of a toy step.
+        # Not by zero_grad, whose mark for the profiler takes 3 % of a toy step.
         for parameter in state.trainable.parameters:
             parameter.grad = None
         if self._has_stepped:
             schedule.step_after("step")
 
     def log(self) -> None:
-        """Reduce what the last steps computed over ranks and give it to the loggers; stop if a callback asks for it.
+        """Reduce over ranks what the last steps computed, and log it; stop if a callback asks for it.
 
         Every rank must call it; waits for the device. Raises RunError when a loss was NaN or infinite.
         """
@@ -318,7 +321,7 @@ class Trainer:
             # All ranks take part, to detect those that differ.
             self._update_trainable()
             self._timer.leave_step(RankPhase.LOGGING)
-        self._save_is_due = reduction.requests.save
+        self._timed_save_is_due = reduction.requests.save
         self.logbook.check_losses(reduction.means)
         state.meter.clear()
         self.stop.agree(reduction.requests.stop)
@@ -385,7 +388,7 @@ class Trainer:
         metrics = state.val_metrics if state.val_step == step else None
         self.checkpoints.save(state.state_dict(), step=step, epoch=epoch, metrics=metrics)
         self._saved_step = step
-        self._save_is_due = False
+        self._timed_save_is_due = False
         self.logbook.throughput.leave_out(since=began)
 
     # Before the first step and after the last
@@ -546,7 +549,7 @@ class Trainer:
             return False
         is_ranked = self.checkpoints.monitor is not None and self.state.val_step == self.progress.step
         by_epoch = epoch_end and self.checkpoints.due_epoch(self.progress.last_epoch)
-        return is_ranked or by_epoch or self._save_is_due or self.checkpoints.due_step(self.progress.step)
+        return is_ranked or by_epoch or self._timed_save_is_due or self.checkpoints.due_step(self.progress.step)
 
     def _end_epoch(self, epoch: int) -> None:
         """Call the hooks of an epoch's end, and log what the task reduces once per epoch."""
@@ -557,7 +560,7 @@ class Trainer:
         self.logbook.log_values(self.logbook.task_values("epoch"))
 
     def _handle_request(self) -> None:
-        """Stop if all ranks stop after this step, unless training ends here anyway."""
+        """Stop, as a signal asks, if this is the step after which all ranks can, unless training ends here anyway."""
         self.context.wait_for_devices()
         if not self._done():
             steps_ahead = steps_to_meeting(self.state.strategy, self.settings, step=self.progress.step)
@@ -578,8 +581,8 @@ class Trainer:
 
     # What only some runs need
 
-    def leave_out_exchange(self) -> None:
-        """Weight losses by what this rank has: for trials of single ranks, whose strategy exchanges nothing either."""
+    def weight_alone(self) -> None:
+        """Weight losses by this rank's samples only, for a trial on one rank: its strategy exchanges nothing either."""
         self._weights = OneRankWeights(self.context, task_name=type(self.state.task).__name__)
 
     def read_means(self) -> dict[str, float]:
