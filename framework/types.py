@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
+from framework import media
 from framework.media import Media
 
 if TYPE_CHECKING:
@@ -533,3 +534,16 @@ class Waiting(Protocol):
 
     def waiting_unknown(self) -> None:
         """Report that the time this rank has waited is unknown."""
+
+
+# Names of earlier versions, which pickled objects of runs and users' imports refer to.
+EpochReport = EpochInfo
+EvalReport = EvalInfo
+Report = Log
+StepReport = StepInfo
+Artifact = media.Artifact
+Figure = media.Figure
+Histogram = media.Histogram
+Image = media.Image
+Table = media.Table
+Text = media.Text

@@ -13,6 +13,7 @@ from framework.api.nodes import BLANK, OBJECTS, importable_name, is_maker
 from framework.config.assets import config_dir, user_config_dir
 from framework.config.objects import ObjectFactory, load_objects
 from framework.config.parse import raise_mistakes, walk
+from framework.config.renamed import present_overrides, with_present_names, without_removed
 from framework.config.saved import load_yaml, objects_of
 from framework.config.targets import import_target
 from framework.errors import ConfigError
@@ -32,13 +33,13 @@ def write_recipe(run_dir: RunDir, path: Path) -> Path:
     """
     if path.exists():
         raise ConfigError(f"{path} exists already. Choose another name, or remove it.")
-    raw = load_yaml(run_dir.config_file)
+    raw = without_removed(with_present_names(load_yaml(run_dir.config_file)))
 
     # The parts of the recipe's file: the recipe it starts from, the options of groups, and the keys.
     base: list[Any] = []
     options: dict[str, Any] = {}
     content: dict[str, Any] = {}
-    for text in load_yaml(run_dir.overrides_file):
+    for text in present_overrides(load_yaml(run_dir.overrides_file)):
         if MASK in text:
             raise ConfigError(
                 f"{text}: a recipe can't hold a password or token. Put it into an environment variable, and start the "

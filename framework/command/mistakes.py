@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config.parse import PACKAGE_LINE, raise_mistakes, walk
+from framework.config.renamed import REMOVED_ADVICE
 from framework.config.suggest import did_you_mean, nearest, nearest_key
 from framework.errors import ConfigError
 
@@ -88,6 +89,9 @@ def _typed_mistakes(overrides: Sequence[Override], loader: Any, *, is_sweep: boo
 
 
 def _no_such_option(name: str, group: str, options: Sequence[str]) -> str:
+    advice = REMOVED_ADVICE.get(f"{group}={name}")
+    if advice is not None:
+        return f"{group}={name}: {group} has no such option. {advice}"
     guess = nearest(name, options)
     hint = did_you_mean(guess and f"{group}={guess}")
     return f"{group}={name}: {group} has no such option.{hint}\n    Options: {', '.join(options)}"
@@ -117,6 +121,10 @@ def _key_mistakes(override: Override, raw: Mapping[str, Any], *, groups: Mapping
             f"{section}=[…,{option}]."
         )
     elif isinstance(known.get(section, {}), dict):
+        advice = REMOVED_ADVICE.get(key) or REMOVED_ADVICE.get(section)
+        if advice is not None:
+            yield f"{text}: there is no such key. {advice}"
+            return
         hint = did_you_mean(nearest_key(key, [*known, *groups]))
         node = _node_around(key, known)
         if node and not override.is_delete():

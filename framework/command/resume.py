@@ -20,7 +20,7 @@ from framework.checkpoint import LocalStorage, find
 from framework.checkpoint.layout import CONFIG_NAME
 from framework.command.trust import check_trust, why_not_owned
 from framework.config.parse import show
-from framework.config.renamed import REMOVED, present_override, removed_settings, without_removed
+from framework.config.renamed import present_overrides, removed_settings, without_removed
 from framework.config.saved import (
     SavedRun,
     apply_typed,
@@ -132,7 +132,7 @@ def find_base(typed: Sequence[str], *, compose: Compose, change: Change, swept: 
         check_trust(found, outputs=outputs, asked_by="type trust=true")
 
     found = _without_removed_keys(found)
-    started_with = [present_override(text) for text in _with_present_folders(found.overrides)]
+    started_with = _with_present_folders(found.overrides)
     try:
         without_typed = compose(started_with)
     except ConfigError as error:
@@ -300,7 +300,7 @@ def _without_removed_keys(found: SavedRun) -> SavedRun:
     if settings:
         line = f"{display_path(found.run_dir.path)} sets {', '.join(settings)}, which no longer exists and is ignored."
         print(shown(line), file=sys.stderr, flush=True)
-    overrides = tuple(text for text in found.overrides if key_of(text) not in REMOVED)
+    overrides = tuple(present_overrides(found.overrides))
     return replace(found, raw=without_removed(found.raw), overrides=overrides)
 
 

@@ -28,6 +28,10 @@ class ObjectFactory:
         return self.value
 
 
+Given = ObjectFactory
+"""The name in the pickles of earlier versions."""
+
+
 def load_objects(files: Sequence[str]) -> None:
     """Load the objects of a run in place of any loaded before. If files share a name, the last one wins.
 

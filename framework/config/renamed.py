@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 TARGETS = {
@@ -30,8 +30,17 @@ REMOVED: dict[str, Any] = {
 }
 """Keys that no longer exist, with the default that they had."""
 
-# Runs of earlier versions train without this logger: `metrics.jsonl` has the same numbers.
+REMOVED_ADVICE = {
+    "trainer.cpu_affinity": "It was removed: numactl and srun bind processes to cores.",
+    "trainer.log_rank_losses": "It was removed: a callback can log StepInfo.loss of its rank.",
+    "collectives": "It was removed: see examples/collectives.py.",
+    "logger=csv": 'It was removed: framework.load(RUN).history.to_csv("metrics.csv") writes the numbers of a run.',
+}
+"""What to do in place of a removed key or option that is typed."""
+
+# Runs of earlier versions that used it go on in `metrics.jsonl`, which has the same numbers.
 _REMOVED_LOGGER = "framework.loggers.CSVLogger"
+_JSONL_LOGGER = "framework.loggers.JsonlLogger"
 
 
 def with_present_names(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,6 +62,28 @@ def present_override(override: str) -> str:
     return override
 
 
+def present_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that a run of an earlier version was started with, as they are typed today."""
+    present = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        key = key.lstrip("+~")
+        if key == "logger":
+            present.append(f"logger={_present_loggers(value)}")
+        elif key not in REMOVED and not key.startswith(("logger.csv", "collectives.")):
+            present.append(present_override(text))
+    return present
+
+
+def _present_loggers(value: str) -> str:
+    """Return the options of `logger=`, with `jsonl` in place of `csv`."""
+    names = [name.strip() for name in value.strip("[]").split(",")]
+    if "csv" not in names:
+        return value
+    present = dict.fromkeys("jsonl" if name == "csv" else name for name in names)
+    return f"[{','.join(present)}]"
+
+
 def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved configuration without the keys that no longer exist."""
     present = dict(saved)
@@ -62,6 +93,8 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
             del present[name]
             continue
         present[section] = {other: value for other, value in present[section].items() if other != name}
+        if section == "logger":
+            present[section].setdefault("jsonl", {"_target_": _JSONL_LOGGER})
     return present
 
 

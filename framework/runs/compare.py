@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from framework.config.parse import flatten, show
+from framework.config.renamed import with_present_names, without_removed
 from framework.runs.record import RunRecord
 from framework.system.formatting import format_duration, format_metric, format_table, terminal_width
 from framework.system.shown_text import printable
@@ -67,7 +68,8 @@ def _run(records: Sequence[RunRecord]) -> Section:
 
 
 def _compared_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in flatten(config).items() if key not in _NOT_COMPARED}
+    present = without_removed(with_present_names(config))
+    return {key: value for key, value in flatten(present).items() if key not in _NOT_COMPARED}
 
 
 def _differing(columns: Sequence[Mapping[str, Any]]) -> Section:
