@@ -43,7 +43,7 @@ if __name__ == "__main__":
     data = TensorDataset(x, (x.sum(dim=1) > 0).long())
     run = framework.train(model=make, data=(data, data), task="classification", name="corrupted",
         trainer={"max_steps": 8, "gpus": 0, "log_every_n_steps": 1, "val_check_interval": 4},
-        checkpoint={"every_n_steps": 4, "save_top_k": -1}, logger=["jsonl", "csv", "tensorboard"])
+        checkpoint={"every_n_steps": 4, "save_top_k": -1}, logger=["jsonl", "tensorboard"])
     print(run.directory)
 """
 
