@@ -234,7 +234,7 @@ class DataShare(NamedTuple):
     micro_batches: int = 1
 
 
-# What tasks, callbacks and loggers are told
+# What tasks, callbacks and loggers receive
 
 
 @dataclass(frozen=True)
@@ -525,7 +525,7 @@ class NumberFormats(Protocol):
 
 
 class Waiting(Protocol):
-    """Is told when this rank waits for others within a step, so that it isn't blamed for being slow."""
+    """Records when this rank waits for others within a step, so that it isn't blamed for being slow."""
 
     def begin_waiting(self) -> None:
         """Waiting ends with `end_waiting`, or when the next phase begins."""

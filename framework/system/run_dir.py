@@ -215,8 +215,8 @@ def locked(run_dir: RunDir) -> Iterator[None]:
             f"The run {run_dir.path} is in use by {_holder(run_dir)}.\n"
             "Two commands can't train in one directory: wait until that one has ended, or end it."
         ) from None
-    # There are no locks here. (A directory that can't be written is refused when the run is recorded.)
     except OSError:
+        # This file system has no locks. A directory that can't be written is refused when the run is recorded.
         pass
     try:
         yield

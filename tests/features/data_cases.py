@@ -147,7 +147,7 @@ class Batches(BatchSampler):
 
 
 class OwnSampler:
-    """Returns what it is told to."""
+    """A sampler whose order is valid or wrong, depending on `kind`."""
 
     def __init__(self, dataset: Any, kind: str) -> None:
         self.kind = kind

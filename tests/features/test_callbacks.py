@@ -126,7 +126,7 @@ class Notes:
     def load_state_dict(self, state): self.steps = state["steps"]
 
 class Lines:
-    """A logger: what it is told, as lines of a file in the run directory."""
+    """A logger that writes what it receives as lines of a file in the run directory."""
     def __init__(self, run_dir, prefix="line"):
         self.file = open(run_dir.path / f"lines_{os.environ['RANK']}", "a")
         self.prefix = prefix

@@ -23,7 +23,7 @@ from tests.helpers.command import Started
 from tests.helpers.network import Host
 
 NUM_NODES = 2
-# SLURM is told of more CPUs than there are; tasks share those.
+# SLURM is configured with more CPUs than there are; tasks share those.
 CPUS_PER_NODE = 8
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "setpriv")
 _START_S = 30.0
