@@ -55,14 +55,19 @@ def advice(first: RankFailure, *, world_size: int) -> str:
             return "Something stopped the process: a debugger, a job scheduler that suspends, or `kill -STOP`."
         case FailureKind.HUNG:
             look_at = _BY_PHASE.get(first.phase, "Its stack shows where it is.")
-            key = "backend.timeout" if first.step or first.phase == "collectives" else _IN_SET_UP
+            if first.step or first.phase == "collectives":
+                key = "backend.timeout"
+            else:
+                key = _IN_SET_UP
             return f"{look_at} If it is only slow, raise {key}."
         case FailureKind.SIGNAL if first.said is not None:
             return _by_message(first.said)
         case FailureKind.SIGNAL if first.signal in CRASH_SIGNALS:
             where = "this is the Python stack of that moment" if first.stacks else "its log may say more"
-            more = " A full /dev/shm causes SIGBUS, too." if first.signal == "SIGBUS" else ""
-            return f"Compiled code failed; {where}.{more}"
+            text = f"Compiled code failed; {where}."
+            if first.signal == "SIGBUS":
+                text += " A full /dev/shm causes SIGBUS, too."
+            return text
         case FailureKind.SIGNAL if first.signal == "SIGKILL":
             return (
                 "The system's out-of-memory killer sends it too, but no sign of it was found: look at `dmesg`, the job "

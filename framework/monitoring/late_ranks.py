@@ -19,10 +19,11 @@ class RankState:
     rank: int
     pid: int
     alive: bool
-    # By SIGSTOP or a debugger.
+    # Stopped by SIGSTOP or a debugger.
     stopped: bool
     # A RankPhase.
     phase: int
+    # Optimizer steps done, and collectives begun.
     step: int
     collectives: int
     # Seconds since phase, step, collectives, done or the ticks within a phase last changed.
@@ -54,9 +55,11 @@ def max_progress(states: Sequence[RankState]) -> Progress:
 def ranks_behind(states: Sequence[State], *, elsewhere: int = 0) -> list[State]:
     """Return the living ranks that others wait for; none if they can't be distinguished.
 
-    These are the stopped ranks, unless all of several are, as when a job is suspended; and those that are behind: until
-    the process group is formed, the ranks that haven't come to it; then those that have begun fewer collectives. A rank
-    that waits in one has begun it, so it is never blamed.
+    These are:
+
+    - the stopped ranks, unless all of several are, as when a job is suspended;
+    - the ranks behind: until the process group is formed, those that haven't come to it; then those that have begun
+      fewer collectives. A rank that waits in a collective has begun it, so it is never blamed.
 
     Args:
         elsewhere: the most collectives begun by ranks that aren't among `states`.
@@ -79,7 +82,8 @@ def waited_for(states: Sequence[RankState], *, elsewhere: Progress | None = None
     late = ranks_behind(states, elsewhere=theirs)
     most = max(theirs, _most_collectives(states))
 
-    # Before the first collective, only those wait that have come to form the process group.
+    # For how long each of the others has waited. Before the first collective, only those wait that have come to form
+    # the process group.
     waits = []
     for state in states:
         is_waiting = state.alive and (most > 0 or state.phase == RankPhase.MEETING)

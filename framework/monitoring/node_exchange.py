@@ -5,18 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from framework.distributed.store import RunStore, StoreGoneError, call_with_deadline
 from framework.monitoring.late_ranks import Progress, max_progress
 from framework.monitoring.node_monitor import NodeMonitor
 
 T = TypeVar("T")
+
 _EXCHANGE_EVERY_S = 1.0
 _STATEMENTS_TIMEOUT_S = 4.0
 _REPORT_TIMEOUT_S = 8.0
 _TAKEN_TIMEOUT_S = 3.0
 _POLL_S = 0.1
+
+
+class _Heard(NamedTuple):
+    """The last sign of another node."""
+
+    counter: int
+    changed_s: float
 
 
 @final
@@ -29,11 +37,16 @@ class NodeExchange:
         self._nnodes = nnodes
         self._next_s = 0.0
         self._counter = 0
-        self._heard = dict.fromkeys(range(nnodes), (0, time.monotonic()))  # node → its counter, and when it changed
+        # By node: the counter it has published, and when that last changed.
+        self._heard = dict.fromkeys(range(nnodes), _Heard(0, time.monotonic()))
         self._progress: dict[int, Progress] = {}
-        self.progress_elsewhere: Progress | None = None  # of the other nodes' ranks
-        self._stated: list[int] = []  # the other nodes that made a statement after the last failure
-        self.alarm: dict[str, Any] | None = None  # some node says that the attempt has failed
+        # The progress of the other nodes' ranks.
+        self.progress_elsewhere: Progress | None = None
+        # The other nodes that made a statement after the last failure.
+        self._stated: list[int] = []
+        # Set if a node says that the attempt has failed.
+        self.alarm: dict[str, Any] | None = None
+        # If the store is gone.
         self.is_cut = False
 
     def step(self) -> None:
@@ -53,11 +66,12 @@ class NodeExchange:
 
     def silent_for(self, node: int) -> float:
         """Return the seconds since that node's monitor last answered. Node 0 sees all nodes, the others only node 0."""
-        return time.monotonic() - self._heard[node if self._monitor.node == 0 else 0][1]
+        heard_node = node if self._monitor.node == 0 else 0
+        return time.monotonic() - self._heard[heard_node].changed_s
 
     def gather(self, own: dict[str, Any], *, cause: str) -> tuple[list[dict[str, Any]], list[int]]:
         """Raise the alarm, and return the statements that come in time, this node's first, and the silent nodes."""
-        self._state(own, cause=cause)
+        self._make_statement(own, cause=cause)
         others = [node for node in range(self._nnodes) if node != self._monitor.node]
         statements = self._collect([f"statement/{node}" for node in others], timeout_s=_STATEMENTS_TIMEOUT_S)
         self._stated = [node for node in others if f"statement/{node}" in statements]
@@ -74,7 +88,7 @@ class NodeExchange:
 
     def await_report(self, own: dict[str, Any], *, cause: str) -> dict[str, Any] | None:
         """Raise the alarm, make this node's statement, and return node 0's report; None if it doesn't come in time."""
-        self._state(own, cause=cause)
+        self._make_statement(own, cause=cause)
         report = self._collect(["report"], timeout_s=_REPORT_TIMEOUT_S).get("report")
         if report is not None:
             self._try(lambda: self._store.set(f"taken/{self._monitor.node}", True))
@@ -82,31 +96,36 @@ class NodeExchange:
 
     def _exchange(self) -> None:
         node = self._monitor.node
-        own = max_progress(self._monitor.states())
-        for other in range(1, self._nnodes) if node == 0 else [0]:
-            self._hear(other)
+        furthest = max_progress(self._monitor.states())
+        if node == 0:
+            # Node 0 hears all nodes, and tells each of them how far the furthest one is.
+            for other in range(1, self._nnodes):
+                self._hear(other)
+            furthest = _furthest([furthest, *self._progress.values()])
+        else:
+            self._hear(0)
+        self.progress_elsewhere = _furthest(self._progress.values())
+
         self._counter += 1
-        furthest = _max_progress([own, *self._progress.values()]) if node == 0 else own
-        self._store.set(
-            f"progress/{node}",
-            {"counter": self._counter, "collectives": furthest.collectives, "still_s": furthest.still_s},
-        )
-        self.progress_elsewhere = _max_progress(self._progress.values())
-        requested = self._monitor.received_signal()
-        if requested:
-            self._store.request_stop(requested)
+        progress = {"counter": self._counter, "collectives": furthest.collectives, "still_s": furthest.still_s}
+        self._store.set(f"progress/{node}", progress)
+
+        received_signal = self._monitor.received_signal()
+        if received_signal:
+            self._store.request_stop(received_signal)
         stop_signal = self._store.get("stop/signal")
         if stop_signal and not self._monitor.stop_signal:
             self._monitor.set_stop_signal(stop_signal)
         self.alarm = self._store.get("alarm")
 
     def _hear(self, node: int) -> None:
-        said = self._store.get(f"progress/{node}")
-        if said is not None and said["counter"] != self._heard[node][0]:
-            self._heard[node] = (said["counter"], time.monotonic())
-            self._progress[node] = Progress(said["collectives"], said["still_s"])
+        """Read what a node has published, and note when that is new."""
+        progress = self._store.get(f"progress/{node}")
+        if progress is not None and progress["counter"] != self._heard[node].counter:
+            self._heard[node] = _Heard(progress["counter"], time.monotonic())
+            self._progress[node] = Progress(progress["collectives"], progress["still_s"])
 
-    def _state(self, own: dict[str, Any], *, cause: str) -> None:
+    def _make_statement(self, own: dict[str, Any], *, cause: str) -> None:
         self.raise_alarm(cause)
         self._try(lambda: self._store.set(f"statement/{self._monitor.node}", own))
 
@@ -123,16 +142,18 @@ class NodeExchange:
     def _collect(self, keys: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
         """Wait for the values of these keys; return those that come in time."""
         deadline = time.monotonic() + timeout_s
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         while True:
-            for key in set(keys) - found.keys():
-                value = self._try(partial(self._store.get, key))
-                if value is not None:
-                    found[key] = value
-            if len(found) == len(keys) or self.is_cut or time.monotonic() > deadline:
-                return found
+            for key in keys:
+                if key not in values:
+                    value = self._try(partial(self._store.get, key))
+                    if value is not None:
+                        values[key] = value
+            if len(values) == len(keys) or self.is_cut or time.monotonic() > deadline:
+                return values
             time.sleep(_POLL_S)
 
 
-def _max_progress(progress: Iterable[Progress]) -> Progress:
-    return max(progress, key=lambda each: (each.collectives, -each.still_s), default=Progress(0, 0.0))
+def _furthest(progresses: Iterable[Progress]) -> Progress:
+    """Return the one with the most collectives; of those the one in which something has changed last."""
+    return max(progresses, key=lambda progress: (progress.collectives, -progress.still_s), default=Progress(0, 0.0))

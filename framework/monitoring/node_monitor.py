@@ -167,16 +167,16 @@ class NodeMonitor:
         timeout_s = min(self._limits.timeout_s, self._limits.init_timeout_s)
         # Asking continues stopped ranks, so it is done after everything else was read.
         stacks = self._stacks(states, records, hanging_s=timeout_s / 2)
+        ranks = []
+        for state in states:
+            end = exits.get(state.rank)
+            record = records[state.rank]
+            ranks.append(self._rank_statement(state, end, record=record, stacks=stacks.get(state.rank)))
         return {
             "node": self.node,
             "time": time.time(),
             "timeout_s": timeout_s,
-            "ranks": [
-                self._rank_statement(
-                    state, exits.get(state.rank), record=records[state.rank], stacks=stacks.get(state.rank)
-                )
-                for state in states
-            ],
+            "ranks": ranks,
             "late": self._late,
         }
 
@@ -218,7 +218,9 @@ class NodeMonitor:
             if rank.process is None:
                 rank.process = psutil.Process(pid)
                 rank.oom_kills = count_oom_kills(pid)
-            return rank.process.status() if rank.process.is_running() else psutil.STATUS_DEAD
+            if not rank.process.is_running():
+                return psutil.STATUS_DEAD
+            return rank.process.status()
         except psutil.NoSuchProcess:
             return psutil.STATUS_DEAD
 
@@ -323,5 +325,7 @@ class NodeMonitor:
 
 def _crash_in(log: str) -> str | None:
     """Return what faulthandler wrote to the log of a process that a signal ended, or None."""
-    _, mark, crash = log.rpartition(CRASH)
-    return mark + crash if mark else None
+    begin = log.rfind(CRASH)
+    if begin < 0:
+        return None
+    return log[begin:]

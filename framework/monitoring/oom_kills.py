@@ -35,4 +35,6 @@ def _kills_in(file: Path) -> int:
     except OSError:
         return 0
     line = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-    return 0 if line is None else int(line[1])
+    if line is None:
+        return 0
+    return int(line[1])

@@ -25,37 +25,42 @@ from typing import Any, NoReturn, final
 
 from framework.distributed.store import COUNTED_GROUP
 
+# Makes a rank write the Python stacks of its threads. Libraries and schedulers don't use this signal.
 STACKS_SIGNAL: int = signal.SIGRTMIN + 8
-"""Makes a rank write the Python stacks of its threads. Libraries and schedulers don't use it."""
-
-
+# How faulthandler begins when a signal ends the process.
 CRASH = "Fatal Python error: "
-"""How faulthandler begins when a signal ends the process."""
-
 HEARTBEAT_S = 0.5
 
+# Room for the page, then for the record of a failure, then for stacks. Memory is used only as it is written.
 _PAGE_BYTES = mmap.PAGESIZE
-_RECORD_BYTES = 1 << 20  # memory is used only as it is written
+_RECORD_BYTES = 1 << 20
 _STACKS_AT = _PAGE_BYTES + _RECORD_BYTES
 _MAX_STACK_BYTES = 65_536
-_MAX_CHARS = 20_000  # of each of a record's texts, of which JSON may make twelve times as many bytes
+# Of each text of a record. JSON may make twelve times as many bytes of it.
+_MAX_CHARS = 20_000
 
 
 class RankPhase(IntEnum):
     """What a rank is doing, in the order of its life."""
 
-    STARTING = 0  # reading the configuration, building the data
-    MEETING = 1  # waiting for the other ranks, to form the process group
-    PREFLIGHT = 2  # checking what they exchange, if that is asked for
-    BUILDING = 4  # model, optimizer, restoring a checkpoint
+    # Reading the configuration, building the data.
+    STARTING = 0
+    # Waiting for the other ranks, to form the process group.
+    MEETING = 1
+    # Checking what the ranks exchange, if that is asked for.
+    PREFLIGHT = 2
+    # Building model and optimizer, restoring a checkpoint.
+    BUILDING = 4
     DATA = 5
     FORWARD = 6
-    BACKWARD = 7  # with the exchange of gradients
+    # With the exchange of gradients.
+    BACKWARD = 7
     OPTIMIZER = 8
     LOGGING = 9
     EVALUATE = 10
     CHECKPOINT = 11
-    FUNCTION = 12  # a user's: job=package.module.function
+    # In a user's function: job=package.module.function.
+    FUNCTION = 12
     CLOSING = 13
 
     @property
@@ -67,18 +72,30 @@ class StatusPage(ctypes.Structure):
     """What the rank writes and monitors read at any time."""
 
     _fields_ = (
-        ("beat_ns", ctypes.c_int64),  # of `time.monotonic_ns()`: the last heartbeat
+        # The last heartbeat, in `time.monotonic_ns()`.
+        ("beat_ns", ctypes.c_int64),
+        # A RankPhase.
         ("phase", ctypes.c_int64),
-        ("step", ctypes.c_int64),  # optimizer steps done; 0 until this process has done one
-        ("collectives", ctypes.c_int64),  # begun so far, 0 before there is a process group; fewer if it is behind
-        ("received_signal", ctypes.c_int64),  # the signal that this rank received, 0 for none
-        ("stop_signal", ctypes.c_int64),  # the signal for which all ranks are to stop together, 0 for none
-        ("is_stoppable", ctypes.c_int64),  # it would stop at the end of a step
-        ("pid", ctypes.c_int64),  # 0 before the process has started
-        ("is_done", ctypes.c_int64),  # its work is done, it only has to leave
-        ("record_bytes", ctypes.c_int64),  # of the record of a failure
-        ("is_closed", ctypes.c_int64),  # after a failure: everything is closed, it only has to leave
-        ("ticks", ctypes.c_int64),  # signs of progress within a phase
+        # Optimizer steps done; 0 until this process has done one.
+        ("step", ctypes.c_int64),
+        # Collectives begun so far, 0 before there is a process group. A rank that is behind has begun fewer.
+        ("collectives", ctypes.c_int64),
+        # The signal that this rank received, 0 for none.
+        ("received_signal", ctypes.c_int64),
+        # The signal for which all ranks are to stop together, 0 for none.
+        ("stop_signal", ctypes.c_int64),
+        # If the rank would stop at the end of a step.
+        ("is_stoppable", ctypes.c_int64),
+        # 0 before the process has started.
+        ("pid", ctypes.c_int64),
+        # If its work is done, so that it only has to leave.
+        ("is_done", ctypes.c_int64),
+        # The size of the record of a failure, 0 for none.
+        ("record_bytes", ctypes.c_int64),
+        # If everything is closed after a failure, so that the rank only has to leave.
+        ("is_closed", ctypes.c_int64),
+        # Signs of progress within a phase.
+        ("ticks", ctypes.c_int64),
     )
 
 
@@ -90,14 +107,15 @@ class RankStatus:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        """Take over `fd`, of the memory of another one; None makes new memory, which is freed when no process holds it.
+        """Use the memory of another RankStatus, whose `fd` this one will close; None makes new memory.
 
-        A child that is given `fd` can take it over.
+        The memory is freed when no process holds it. A child that inherits `fd` can make a RankStatus of it.
         """
         if fd is None:
             fd = os.memfd_create("framework_rank_status")
             os.ftruncate(fd, _STACKS_AT)
-            os.lseek(fd, _STACKS_AT, os.SEEK_SET)  # faulthandler writes at the file's position
+            # faulthandler writes at the file's position.
+            os.lseek(fd, _STACKS_AT, os.SEEK_SET)
         self.fd = fd
         self._memory = mmap.mmap(self.fd, _PAGE_BYTES)
         self._page = StatusPage.from_buffer(self._memory)
@@ -156,12 +174,16 @@ class RankStatus:
         """Write what this rank raised; see `launch/worker.py` for the keys. Long texts lose their middle."""
         data = json.dumps({key: _shortened(value) for key, value in record.items()}).encode()
         os.pwrite(self.fd, data, _PAGE_BYTES)
-        self._page.record_bytes = len(data)  # last, so that a reader sees all or nothing
+        # The size comes last, so that a reader sees all of the record or nothing.
+        self._page.record_bytes = len(data)
 
     def register(self) -> None:
-        """Have `STACKS_SIGNAL` write the stacks of all threads, even if the main thread waits in C++; then set the pid,
-        after which the monitor may send the signal. Main thread only."""
-        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # restored by `close`; the default would kill
+        """Have `STACKS_SIGNAL` write the stacks of all threads, even if the main thread waits in C++. Main thread only.
+
+        Sets the pid last: from then on the monitor may send the signal.
+        """
+        # `close` restores this handler; the default one would kill the process.
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
         faulthandler.register(STACKS_SIGNAL, file=self.fd, all_threads=True, chain=False)
         self._is_registered = True
         os.register_at_fork(after_in_child=partial(_disown, weakref.ref(self)))
@@ -185,7 +207,10 @@ class RankStatus:
     def failure(self) -> dict[str, Any] | None:
         """Return the record of what the rank raised, or None."""
         size = self._page.record_bytes
-        return json.loads(os.pread(self.fd, size, _PAGE_BYTES)) if size else None
+        if size == 0:
+            return None
+        record: dict[str, Any] = json.loads(os.pread(self.fd, size, _PAGE_BYTES))
+        return record
 
     def stacks_size(self) -> int:
         """Return how many bytes of stacks were written so far."""
@@ -207,7 +232,7 @@ class RankStatus:
 
 
 @final
-class _OfACopy:
+class _PageOfACopy:
     """Replaces the page in a process that a rank has forked. It is used only if the copy returns to the framework.
 
     The copy would write the same logs and checkpoints as the rank, so it is ended. This costs the rank nothing.
@@ -233,7 +258,7 @@ class _OfACopy:
 def _disown(reference: weakref.ref[RankStatus]) -> None:
     rank_status = reference()
     if rank_status is not None:
-        rank_status._page = _OfACopy()  # type: ignore[assignment]
+        rank_status._page = _PageOfACopy()  # type: ignore[assignment]
 
 
 @contextmanager
@@ -248,7 +273,8 @@ def heartbeat(rank_status: RankStatus) -> Iterator[None]:
     def beat() -> None:
         begun = 0
         while not ended.wait(HEARTBEAT_S):
-            begun = max(begun, _collectives())  # 0 again once the group is destroyed
+            # `_collectives` is 0 again once the group is destroyed.
+            begun = max(begun, _collectives())
             rank_status.beat(begun)
 
     rank_status.register()
@@ -269,11 +295,13 @@ def _collectives() -> int:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0
+    c10d = distributed.distributed_c10d
+    # A backend may not count, and the group may be destroyed at this moment by the main thread.
     try:
-        c10d = distributed.distributed_c10d
-        counted = (group for group in list(c10d._world.pg_map) if group.group_desc == COUNTED_GROUP)
-        return sum(int(group._get_sequence_number_for_group()) for group in (c10d._get_default_group(), *counted))
-    except (RuntimeError, ValueError):  # a backend that doesn't count, or the group was just destroyed
+        groups = [c10d._get_default_group()]
+        groups += [group for group in list(c10d._world.pg_map) if group.group_desc == COUNTED_GROUP]
+        return sum(int(group._get_sequence_number_for_group()) for group in groups)
+    except (RuntimeError, ValueError):
         return 0
 
 

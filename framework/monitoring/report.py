@@ -173,7 +173,9 @@ def render(report: FailureReport) -> str:
 
 def _lines(report: FailureReport) -> list[str]:
     first = report.first
-    unsaved = [] if report.unsaved is None else [report.unsaved]
+    unsaved = []
+    if report.unsaved is not None:
+        unsaved.append(report.unsaved)
     message = first.exception if first.expected else first.traceback
     if first.expected and message is not None:
         says_everything = first.exit_status == EXIT_WRONG_REQUEST or report.world_size == 1
@@ -213,10 +215,11 @@ def _what_happened(first: RankFailure) -> str:
         return f"is out of reach: {first.cause}"
     if first.expected:
         return f"(pid {first.pid}) failed first"
-    failed = "" if first.kind in (FailureKind.HUNG, FailureKind.STOPPED) else "failed first: "
     # What compiled code said has a row of its own.
-    cause = replace(first, said=None).cause
-    return f"(pid {first.pid}) {failed}{cause}".partition("\n")[0]
+    cause = replace(first, said=None).cause.partition("\n")[0]
+    if first.kind in (FailureKind.HUNG, FailureKind.STOPPED):
+        return f"(pid {first.pid}) {cause}"
+    return f"(pid {first.pid}) failed first: {cause}"
 
 
 def _also_failed(report: FailureReport) -> Iterator[str]:
@@ -234,7 +237,9 @@ def _also_failed(report: FailureReport) -> Iterator[str]:
 def _rows(report: FailureReport) -> Iterator[tuple[str, list[str]]]:
     """Yield the rows of the panel: a name, and lines of text."""
     first = report.first
-    node = f"node {first.node} ({first.host})" if first.host else f"node {first.node}"
+    node = f"node {first.node}"
+    if first.host:
+        node += f" ({first.host})"
     if first.kind is FailureKind.UNREACHABLE:
         yield "where", _wrapped(node)
     else:
@@ -245,7 +250,8 @@ def _rows(report: FailureReport) -> Iterator[tuple[str, list[str]]]:
         if not _is_other_cause(other, report):
             consequences.setdefault(_consequence(other), []).append(other.rank)
     if consequences:
-        yield "others", _wrapped("; ".join(f"{list_ranks(ranks)} {what}" for what, ranks in consequences.items()))
+        others = [f"{list_ranks(ranks)} {consequence}" for consequence, ranks in consequences.items()]
+        yield "others", _wrapped("; ".join(others))
 
     if first.said is not None:
         yield "printed", _wrapped(first.said)
@@ -275,13 +281,17 @@ def _consequence(other: RankFailure) -> str:
         return other.cause
     if other.timed_out:
         return "timed out"
-    return "lost the connection" if other.lost_peer else "failed with the same error"
+    if other.lost_peer:
+        return "lost the connection"
+    return "failed with the same error"
 
 
 def _frame(line: str) -> str:
     """Return `function at file:line` for a line of faulthandler's."""
     frame = _FRAME.fullmatch(line)
-    return line if frame is None else f"{frame['name']} at {_near(frame['file'])}:{frame['line']}"
+    if frame is None:
+        return line
+    return f"{frame['name']} at {_near(frame['file'])}:{frame['line']}"
 
 
 def _near(path: str) -> str:
@@ -299,10 +309,14 @@ def list_ranks(numbers: Sequence[int], *, noun: str = "rank") -> str:
         else:
             spans.append((number, number))
 
-    texts = [str(first) if first == last else f"{first}–{last}" for first, last in spans[:_SHOWN_RANKS]]
-    name = f"{noun}s" if len(numbers) > 1 else noun
-    more = " and more" if len(spans) > _SHOWN_RANKS else ""
-    return f"{name} {', '.join(texts)}{more}"
+    texts = []
+    for first, last in spans[:_SHOWN_RANKS]:
+        texts.append(str(first) if first == last else f"{first}–{last}")
+    text = f"{noun}s " if len(numbers) > 1 else f"{noun} "
+    text += ", ".join(texts)
+    if len(spans) > _SHOWN_RANKS:
+        text += " and more"
+    return text
 
 
 def _wrapped(text: str) -> list[str]:
@@ -310,4 +324,6 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _shortened(line: str) -> str:
-    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1].rstrip()}…"
+    if len(line) <= _WIDTH:
+        return line
+    return f"{line[: _WIDTH - 1].rstrip()}…"

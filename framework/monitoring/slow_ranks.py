@@ -20,28 +20,35 @@ from statistics import median
 from typing import NamedTuple, final
 
 KINDS = ("data", "compute", "callbacks")
-SLOW_SHARE = 0.1  # of a step
+ALL_KINDS = "all kinds"
 STRETCH_S = 0.5
+# The least excess that makes a rank slow in a stretch, as a share of a step.
+SLOW_SHARE = 0.1
+# A rank is reported if it was slow in this many of the last stretches.
 LAST_STRETCHES = 5
-OF_THEM = 4
+SLOW_STRETCHES = 4
+# With up to this many ranks, each one gets a curve.
 CURVES_OF_RANKS = 8
-"""Up to this many ranks get a curve each."""
-_ALL = "all kinds"
 
 
-class Spent(NamedTuple):
+class RankTimes(NamedTuple):
     """How long one rank's steps took, in seconds summed over the steps."""
 
-    steps: float = 0.0  # how many
-    step: float = 0.0  # all of it
+    # The number of steps.
+    steps: float = 0.0
+    total: float = 0.0
     data: float = 0.0
     compute: float = 0.0
     callbacks: float = 0.0
-    waiting: float = 0.0  # for other ranks, if that is known; the rest may be either
+    # For other ranks; 0 if that isn't known.
+    waiting: float = 0.0
 
-    def own(self, kind: str) -> float:
-        """Return the rank's own seconds per step."""
-        seconds = self.data + self.compute + self.callbacks if kind == _ALL else getattr(self, kind)
+    def own_s(self, kind: str) -> float:
+        """Return the rank's own seconds per step of a kind, or of ALL_KINDS."""
+        if kind == ALL_KINDS:
+            seconds = self.data + self.compute + self.callbacks
+        else:
+            seconds = getattr(self, kind)
         return float(seconds / self.steps)
 
 
@@ -50,26 +57,43 @@ class SlowRank:
     """A rank that is named slow."""
 
     rank: int
-    place: str  # host and devices
+    # Host and devices.
+    place: str
     kind: str
-    share: float  # the mean excess of the stretches that had one, from first_step to last_step
+    # The mean excess of the stretches in which the rank was slow, from first_step to last_step.
+    share: float
     first_step: int
     last_step: int
-    throughout: bool  # from the beginning of the run to its end
+    # From the beginning of the run to its end.
+    throughout: bool
 
     def __str__(self) -> str:
-        when = "" if self.throughout else f" (steps {self.first_step:,} to {self.last_step:,})"
-        return f"rank {self.rank} ({self.place}) is {self.share * 100:.0f} % slower in {self.kind}{when}"
+        text = f"rank {self.rank} ({self.place}) is {self.share * 100:.0f} % slower in {self.kind}"
+        if not self.throughout:
+            text += f" (steps {self.first_step:,} to {self.last_step:,})"
+        return text
+
+
+class _Case(NamedTuple):
+    """What is judged: one rank in one kind."""
+
+    kind: str
+    rank: int
 
 
 @dataclass
-class _Exceeding:
-    """The stretches in which a rank's excess in a kind was SLOW_SHARE or more."""
+class _SlowStretches:
+    """The stretches in which a rank was slow in a kind."""
 
-    stretches: int = 0
-    shares: float = 0.0  # summed
-    first: tuple[int, int] = (0, 0)  # number of the stretch, and step
-    last: tuple[int, int] = (0, 0)
+    # The number of the first one, counted from 1, and its first step.
+    first: int
+    first_step: int
+    # The number of the last one, and its last step.
+    last: int = 0
+    last_step: int = 0
+    count: int = 0
+    # The sum of the excesses.
+    shares: float = 0.0
 
 
 @final
@@ -79,22 +103,25 @@ class SlowRanks:
     def __init__(self, *, rank: int, world_size: int) -> None:
         self._rank = rank
         self._places = [""] * world_size
+        # What the last `note` found and no earlier one reported.
+        self.news: str | None = None
+        # The times since the present stretch began, of each rank, and the steps done when it began.
+        self._stretch = [RankTimes()] * world_size
         self._from_step = 0
-        self.news: str | None = None  # what the last `note` found and no earlier one reported
-        self._stretch = [Spent()] * world_size
-        self._stretches = 0
-        self._last: deque[dict[tuple[str, int], float]] = deque(maxlen=LAST_STRETCHES)
-        self._exceeding: dict[tuple[str, int], _Exceeding] = {}
-        self._reported: set[tuple[str, int]] = set()
+        # The number of whole stretches, and the excesses of the ranks that were slow in the last ones.
+        self._num_stretches = 0
+        self._last_stretches: deque[dict[_Case, float]] = deque(maxlen=LAST_STRETCHES)
+        self._slow_stretches: dict[_Case, _SlowStretches] = {}
+        self._reported: set[_Case] = set()
 
     def start(self, places: Sequence[str], *, step: int) -> None:
         """Set host and devices of each rank, and the steps done before."""
         self._places = list(places)
         self._from_step = step
 
-    def row(self, own: Spent) -> list[float]:
+    def row(self, own: RankTimes) -> list[float]:
         """Return this rank's times at its place in a vector for all ranks, to be summed over ranks for `note`."""
-        numbers = [0.0] * (len(Spent._fields) * len(self._places))
+        numbers = [0.0] * (len(own) * len(self._places))
         begin = self._rank * len(own)
         numbers[begin : begin + len(own)] = own
         return numbers
@@ -104,104 +131,126 @@ class SlowRanks:
 
         Empty if a rank doesn't know its times.
         """
-        width = len(Spent._fields)
-        table = [Spent(*numbers[begin : begin + width]) for begin in range(0, len(numbers), width)]
+        width = len(RankTimes._fields)
+        table = [RankTimes(*numbers[begin : begin + width]) for begin in range(0, len(numbers), width)]
         self.news = None
-        if not all(each.steps and each.step for each in table):
-            if not any(each.steps for each in self._stretch):
+        if not all(times.steps and times.total for times in table):
+            is_stretch_empty = not any(times.steps for times in self._stretch)
+            if is_stretch_empty:
                 self._from_step = step
             return {}
+
         values = {"time/data": _mean_share(table, "data")}
         if len(table) == 1:
             return values
-        if any(each.waiting for each in table):
+        if any(times.waiting for times in table):
             values["time/waiting"] = _mean_share(table, "waiting")
-        self._stretch = [Spent(*map(sum, zip(*pair, strict=True))) for pair in zip(self._stretch, table, strict=True)]
-        if median(each.step for each in self._stretch) >= STRETCH_S:
-            self._judge(step)
-            self._stretch = [Spent()] * len(table)
+        values |= _skew(table)
+
+        self._stretch = [_add(before, times) for before, times in zip(self._stretch, table, strict=True)]
+        if median(times.total for times in self._stretch) >= STRETCH_S:
+            self._judge_stretch(step)
+            self._stretch = [RankTimes()] * len(table)
             self._from_step = step
-        return values | _skew(table)
+        return values
 
     def found(self) -> list[SlowRank]:
         """Return the ranks to name at the end, the slowest first."""
-        named = [
-            key
-            for key in self._reported
-            if self._exceeding[key].stretches > self._stretches / 2 or self._times_of_last(key) >= OF_THEM
-        ]
-        return [self._named(key) for key in sorted(named, key=lambda key: (-self._exceeding[key].shares, key))]
+        cases = []
+        for case in self._reported:
+            in_most_stretches = self._slow_stretches[case].count > self._num_stretches / 2
+            if in_most_stretches or self._is_slow_lately(case):
+                cases.append(case)
+        cases.sort(key=lambda case: (-self._slow_stretches[case].shares, case))
+        return [self._slow_rank(case) for case in cases]
 
-    def _judge(self, step: int) -> None:
-        found = {
-            (kind, rank): share
-            for kind in KINDS
-            for rank, share in enumerate(excesses(self._stretch, kind))
-            if share >= SLOW_SHARE
-        }
-        self._last.append(found)
-        self._stretches += 1
-        for key, share in found.items():
-            seen = self._exceeding.setdefault(key, _Exceeding(first=(self._stretches, self._from_step + 1)))
-            seen.stretches += 1
-            seen.shares += share
-            seen.last = self._stretches, step
-        new = {key for key in found if self._times_of_last(key) >= OF_THEM} - self._reported
-        if new:
-            self._reported |= new
-            self.news = self._announced(sorted(new, key=lambda key: -found[key]))
+    def _judge_stretch(self, step: int) -> None:
+        """Note who was slow in the stretch that ends after `step` steps; set `news` if someone is to be reported."""
+        self._num_stretches += 1
+        slow: dict[_Case, float] = {}
+        for kind in KINDS:
+            for rank, share in enumerate(excesses(self._stretch, kind)):
+                if share >= SLOW_SHARE:
+                    slow[_Case(kind, rank)] = share
+        self._last_stretches.append(slow)
 
-    def _announced(self, new: Sequence[tuple[str, int]]) -> str:
-        worst, *others = map(self._named, new)
-        more = f", and {len(others)} more such" if others else ""
-        text = str(worst).partition(" (steps")[0]
-        return f"{text[0].upper()}{text[1:]} than the others, since step {worst.first_step:,}{more}"
+        for case, share in slow.items():
+            if case not in self._slow_stretches:
+                self._slow_stretches[case] = _SlowStretches(first=self._num_stretches, first_step=self._from_step + 1)
+            stretches = self._slow_stretches[case]
+            stretches.last = self._num_stretches
+            stretches.last_step = step
+            stretches.count += 1
+            stretches.shares += share
 
-    def _named(self, key: tuple[str, int]) -> SlowRank:
-        kind, rank = key
-        seen = self._exceeding[key]
+        to_report = [case for case in slow if case not in self._reported and self._is_slow_lately(case)]
+        if to_report:
+            self._reported.update(to_report)
+            to_report.sort(key=lambda case: (-slow[case], case))
+            self.news = self._announcement(to_report)
+
+    def _announcement(self, cases: Sequence[_Case]) -> str:
+        """Return a sentence about the first of these cases, which is the worst."""
+        worst = self._slow_rank(cases[0])
+        who = str(worst).partition(" (steps")[0]
+        text = f"{who[0].upper()}{who[1:]} than the others, since step {worst.first_step:,}"
+        if len(cases) > 1:
+            text += f", and {len(cases) - 1} more such"
+        return text
+
+    def _slow_rank(self, case: _Case) -> SlowRank:
+        stretches = self._slow_stretches[case]
+        from_the_beginning = stretches.first <= LAST_STRETCHES
+        to_the_end = stretches.last > self._num_stretches - LAST_STRETCHES
         return SlowRank(
-            rank=rank,
-            place=self._places[rank],
-            kind=kind,
-            share=seen.shares / seen.stretches,
-            first_step=seen.first[1],
-            last_step=seen.last[1],
-            throughout=seen.first[0] <= LAST_STRETCHES and seen.last[0] > self._stretches - LAST_STRETCHES,
+            rank=case.rank,
+            place=self._places[case.rank],
+            kind=case.kind,
+            share=stretches.shares / stretches.count,
+            first_step=stretches.first_step,
+            last_step=stretches.last_step,
+            throughout=from_the_beginning and to_the_end,
         )
 
-    def _times_of_last(self, key: tuple[str, int]) -> int:
-        return sum(key in each for each in self._last)
+    def _is_slow_lately(self, case: _Case) -> bool:
+        return sum(case in slow for slow in self._last_stretches) >= SLOW_STRETCHES
 
 
-def excesses(table: Sequence[Spent], kind: str) -> list[float]:
-    """Return each rank's own time minus the median of the others', as a share of the median step."""
-    step_s = median(each.step / each.steps for each in table)
-    own = [each.own(kind) for each in table]
-    in_order = sorted(own)
-    return [(mine - _median_of_others(in_order, mine)) / step_s for mine in own]
+def excesses(table: Sequence[RankTimes], kind: str) -> list[float]:
+    """Return each rank's own time of a kind minus the median of the others', as a share of the median step."""
+    step_s = median(times.total / times.steps for times in table)
+    own = [times.own_s(kind) for times in table]
+    ascending = sorted(own)
+    return [(own_s - _median_of_others(ascending, own_s)) / step_s for own_s in own]
 
 
-def _median_of_others(in_order: Sequence[float], mine: float) -> float:
-    """Return the median of the others' times without sorting them again for each of thousands of ranks."""
-    place = bisect_left(in_order, mine)
-    count = len(in_order) - 1
-    middle = ((count - 1) // 2, count // 2)
-    return sum(in_order[index + (index >= place)] for index in middle) / 2
+def _median_of_others(ascending: Sequence[float], own_s: float) -> float:
+    """Return the median without one element, `own_s`, without sorting again for each of thousands of ranks."""
+    place = bisect_left(ascending, own_s)
+    num_others = len(ascending) - 1
+    middle = [(num_others - 1) // 2, num_others // 2]
+    # The others behind the one left out are one place further back.
+    values = [ascending[index + 1] if index >= place else ascending[index] for index in middle]
+    return sum(values) / 2
 
 
-def _mean_share(table: Sequence[Spent], kind: str) -> float:
-    shares: list[float] = [getattr(each, kind) / each.step for each in table]
+def _add(before: RankTimes, times: RankTimes) -> RankTimes:
+    return RankTimes(*(first + second for first, second in zip(before, times, strict=True)))
+
+
+def _mean_share(table: Sequence[RankTimes], field: str) -> float:
+    shares: list[float] = [getattr(times, field) / times.total for times in table]
     return sum(shares) / len(shares)
 
 
-def _skew(table: Sequence[Spent]) -> dict[str, float]:
+def _skew(table: Sequence[RankTimes]) -> dict[str, float]:
     """Return the excess in all kinds together: of the slowest rank, and of each if there are few."""
-    shares = excesses(table, _ALL)
-    worst = max(range(len(shares)), key=shares.__getitem__)
-    values = {"skew/worst": shares[worst]}
-    if shares[worst] >= SLOW_SHARE:
-        values["skew/slowest_rank"] = float(worst)
+    shares = excesses(table, ALL_KINDS)
+    worst = max(shares)
+    values = {"skew/worst": worst}
+    if worst >= SLOW_SHARE:
+        values["skew/slowest_rank"] = float(shares.index(worst))
     if len(table) <= CURVES_OF_RANKS:
-        values |= {f"skew/rank_{rank}": share for rank, share in enumerate(shares)}
+        for rank, share in enumerate(shares):
+            values[f"skew/rank_{rank}"] = share
     return values

@@ -43,12 +43,13 @@ def ask_for_stacks(ranks: Mapping[int, Asked], *, own: RankStatus | None) -> dic
     Args:
         own: the status of the rank in whose process this runs, if it is one of them.
     """
-    before = {rank: asked.status.stacks_size() for rank, asked in ranks.items()}
+    sizes_before = {rank: asked.status.stacks_size() for rank, asked in ranks.items()}
     for asked in ranks.values():
         if own is not None and asked.process.pid == os.getpid():
             own.write_stacks()
             continue
-        with suppress(psutil.NoSuchProcess):  # it has just ended
+        # The process may have just ended.
+        with suppress(psutil.NoSuchProcess):
             _signal_main_thread(asked.process, STACKS_SIGNAL)
             if asked.is_stopped:
                 # It handles the signal above first, so the stack is that of where it was stopped.
@@ -61,11 +62,14 @@ def ask_for_stacks(ranks: Mapping[int, Asked], *, own: RankStatus | None) -> dic
         time.sleep(_POLL_S)
         last_sizes = sizes
         sizes = {rank: asked.status.stacks_size() for rank, asked in ranks.items()}
-        if sizes == last_sizes and all(sizes[rank] > before[rank] for rank in ranks):
+        if sizes == last_sizes and all(sizes[rank] > sizes_before[rank] for rank in ranks):
             break
 
     # If a rank can't answer now, take what it wrote earlier.
-    return {rank: asked.status.stacks(before[rank]) or asked.status.stacks() for rank, asked in ranks.items()}
+    stacks = {}
+    for rank, asked in ranks.items():
+        stacks[rank] = asked.status.stacks(since=sizes_before[rank]) or asked.status.stacks()
+    return stacks
 
 
 def ask_workers_for_stacks(status: RankStatus, process: psutil.Process) -> dict[int, str]:
@@ -74,18 +78,18 @@ def ask_workers_for_stacks(status: RankStatus, process: psutil.Process) -> dict[
     with suppress(psutil.NoSuchProcess):
         workers = [child for child in process.children() if _handles(child.pid, STACKS_SIGNAL)]
         for worker in workers[:_MAX_WORKERS_ASKED]:
-            before = status.stacks_size()
+            size_before = status.stacks_size()
             _signal_main_thread(worker, STACKS_SIGNAL)
-            _wait_until_written(status, before)
-            stacks[worker.pid] = status.stacks(before)
+            _wait_until_written(status, size_before)
+            stacks[worker.pid] = status.stacks(since=size_before)
     return stacks
 
 
-def _wait_until_written(status: RankStatus, before: int) -> None:
-    """Wait until there are more than `before` bytes of stacks, and no more are being written."""
+def _wait_until_written(status: RankStatus, size_before: int) -> None:
+    """Wait until there are more than `size_before` bytes of stacks, and no more are being written."""
     deadline = time.monotonic() + _WORKER_TIMEOUT_S
-    size = before
-    while time.monotonic() < deadline and (size == before or size != status.stacks_size()):
+    size = size_before
+    while time.monotonic() < deadline and (size == size_before or size != status.stacks_size()):
         size = status.stacks_size()
         time.sleep(_POLL_S)
 
@@ -96,8 +100,12 @@ def _handles(pid: int, number: int) -> bool:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return False
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    for line in lines:
+        if line.startswith("SigCgt:"):
+            # A hexadecimal mask, whose lowest bit is signal 1.
+            caught_signals = int(line.split()[1], 16)
+            return bool(caught_signals >> (number - 1) & 1)
+    return False
 
 
 def _signal_main_thread(process: psutil.Process, number: int) -> None:
@@ -106,7 +114,8 @@ def _signal_main_thread(process: psutil.Process, number: int) -> None:
     Raises psutil.NoSuchProcess if the process has ended.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "tgkill") and process.is_running():  # glibc has it since 2.30
+    # glibc has tgkill since 2.30.
+    if hasattr(libc, "tgkill") and process.is_running():
         libc.tgkill(process.pid, process.pid, number)
     else:
         process.send_signal(number)
@@ -125,13 +134,20 @@ def main_stack(stacks: str) -> Iterator[str]:
     """Yield the frames of the thread that crashed, else of the main thread, innermost first.
 
     If a loader worker is loading something, they are the worker's: the rank waits for it.
-
-    The main thread, the oldest, comes last. "Current" is whichever thread handled the signal.
     """
-    stacks, *of_workers = stacks.split(_WORKER)
-    stacks = next((text for text in of_workers if _LOADING in text), stacks)
-    mark = "Current thread " if stacks.startswith(CRASH) else "hread 0x"
-    for line in stacks.rpartition(mark)[2].splitlines()[1:]:
+    stacks, *stacks_of_workers = stacks.split(_WORKER)
+    for text in stacks_of_workers:
+        if _LOADING in text:
+            stacks = text
+            break
+    if stacks.startswith(CRASH):
+        mark = "Current thread "
+    else:
+        # The main thread, the oldest, comes last. It begins with "Thread 0x", or with "Current thread 0x" if it was
+        # the one that handled the signal.
+        mark = "hread 0x"
+    _, _, thread = stacks.rpartition(mark)
+    for line in thread.splitlines()[1:]:
         if not line.startswith("  File "):
             return
         yield line.strip()

@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 
 from framework.monitoring.rank_status import RankPhase, RankStatus
-from framework.monitoring.slow_ranks import Spent
+from framework.monitoring.slow_ranks import RankTimes
 
 # What a rank does beside the phases of a step: it waits for other ranks in one, or is outside of any.
 _WAITING = len(RankPhase)
@@ -142,7 +142,7 @@ class StepTimer:
         self._is_complete = False
         self._skips_step = False
 
-    def read(self) -> Spent:
+    def read(self) -> RankTimes:
         """Return the times of the steps since the last reading; waits for a GPU. Call it outside of a step.
 
         They are all 0 if not all of these steps were measured.
@@ -161,13 +161,13 @@ class StepTimer:
         else:
             self.shares = [seconds[phase] / step_s for phase in SHARES.values()]
         if not is_complete:
-            return Spent()
+            return RankTimes()
         compute_s = 0.0
         if self.knows_waiting:
             compute_s = sum(seconds[kind] for kind in _COMPUTE)
-        return Spent(
+        return RankTimes(
             steps=steps,
-            step=step_s,
+            total=step_s,
             data=seconds[RankPhase.DATA],
             compute=compute_s,
             callbacks=seconds[_CALLBACKS],

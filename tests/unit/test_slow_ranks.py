@@ -23,10 +23,10 @@ from framework.monitoring.slow_ranks import (
     CURVES_OF_RANKS,
     KINDS,
     LAST_STRETCHES,
-    OF_THEM,
+    SLOW_STRETCHES,
     STRETCH_S,
+    RankTimes,
     SlowRanks,
-    Spent,
     excesses,
 )
 from framework.strategies import DDP, AllReduce
@@ -44,15 +44,15 @@ Own = Callable[[int, int], dict[str, float]]
 """(log, rank) → own seconds of a step beyond 10 ms of data, 50 of computing and 1 of callbacks."""
 
 
-def spent(**more: float) -> Spent:
+def spent(**more: float) -> RankTimes:
     """Ten steps: whatever is not a rank's own, it waits."""
     usual = {"data": 0.01, "compute": 0.05, "callbacks": 0.001}
     own = {kind: seconds + more.get(kind, 0.0) for kind, seconds in usual.items()}
     waiting = STEP_S - sum(own.values())
-    return Spent(STEPS, STEPS * STEP_S, **{kind: STEPS * s for kind, s in own.items()}, waiting=STEPS * waiting)
+    return RankTimes(STEPS, STEPS * STEP_S, **{kind: STEPS * s for kind, s in own.items()}, waiting=STEPS * waiting)
 
 
-def note(ranks: SlowRanks, table: Sequence[Spent], *, step: int) -> dict[str, float]:
+def note(ranks: SlowRanks, table: Sequence[RankTimes], *, step: int) -> dict[str, float]:
     return ranks.note([number for each in table for number in each], step=step)
 
 
@@ -99,7 +99,7 @@ def test_several_ranks_may_be_slow_differently() -> None:
         # Each rank is slow in turn.
         (lambda log, rank: {"compute": 0.05} if log % 4 == rank else {}, 40),
         # The run is too short.
-        (lambda _, rank: {"data": 0.03} if rank == 1 else {}, OF_THEM - 1),
+        (lambda _, rank: {"data": 0.03} if rank == 1 else {}, SLOW_STRETCHES - 1),
     ],
     ids=["a little", "once", "at times", "in turn", "short"],
 )
@@ -121,11 +121,11 @@ def test_short_logs_are_combined() -> None:
     ranks = SlowRanks(rank=0, world_size=2)
     ranks.start(["a, cpu", "b, cpu"], step=100)
     # Nothing is known about one rank.
-    assert note(ranks, [Spent(), spent()], step=107) == {}
+    assert note(ranks, [RankTimes(), spent()], step=107) == {}
     for log in range(4 * LAST_STRETCHES):
-        short = [Spent(*(number * STRETCH_S / 4 for number in spent(data=0.03 * rank))) for rank in range(2)]
+        short = [RankTimes(*(number * STRETCH_S / 4 for number in spent(data=0.03 * rank))) for rank in range(2)]
         assert note(ranks, short, step=108 + log)["skew/worst"] == pytest.approx(0.3)
-        assert (ranks.news is not None) == (log == 4 * OF_THEM - 1)
+        assert (ranks.news is not None) == (log == 4 * SLOW_STRETCHES - 1)
     (found,) = ranks.found()
     assert str(found) == "rank 1 (b, cpu) is 30 % slower in data"
     assert found.first_step == 108
@@ -151,7 +151,7 @@ def test_shares_and_spread_are_logged() -> None:
 
 @given(st.lists(st.floats(0.0, 0.5), min_size=2, max_size=9))
 def test_the_median_is_of_the_others(own: list[float]) -> None:
-    table = [Spent(steps=1, step=1.0, data=seconds) for seconds in own]
+    table = [RankTimes(steps=1, total=1.0, data=seconds) for seconds in own]
     expected = [mine - median(own[:rank] + own[rank + 1 :]) for rank, mine in enumerate(own)]
     assert excesses(table, "data") == pytest.approx(expected, abs=1e-12)
 

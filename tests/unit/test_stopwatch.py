@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from framework.monitoring.rank_status import RankPhase
-from framework.monitoring.slow_ranks import Spent
+from framework.monitoring.slow_ranks import RankTimes
 from framework.training.step_times import Clock, StepTimer
 from tests.unit.small_trainer import Marks
 
@@ -60,7 +60,7 @@ def settled(watch: StepTimer, clock: Host) -> StepTimer:
     return watch
 
 
-def log(watch: StepTimer, clock: Host) -> Spent:
+def log(watch: StepTimer, clock: Host) -> RankTimes:
     watch.leave_step(RankPhase.LOGGING)
     spent = watch.read()
     work(clock, 7000)
@@ -68,7 +68,7 @@ def log(watch: StepTimer, clock: Host) -> Spent:
     return spent
 
 
-STEP = Spent(steps=1, step=0.5 * 35, data=0.5 * 3, compute=0.5 * 7, callbacks=0.5 * 5, waiting=0.5 * 20)
+STEP = RankTimes(steps=1, total=0.5 * 35, data=0.5 * 3, compute=0.5 * 7, callbacks=0.5 * 5, waiting=0.5 * 20)
 
 
 def test_steps_are_added_up_by_kind() -> None:
@@ -78,7 +78,7 @@ def test_steps_are_added_up_by_kind() -> None:
         step(watch, clock, number)
         watch.set_phase(RankPhase.DATA)
     step(watch, clock, 4, data=6)
-    assert log(watch, clock) == Spent(3, 3 * STEP.step + 1.5, 6.0, 3 * STEP.compute, 3 * STEP.callbacks, 30.0)
+    assert log(watch, clock) == RankTimes(3, 3 * STEP.total + 1.5, 6.0, 3 * STEP.compute, 3 * STEP.callbacks, 30.0)
     step(watch, clock, 5)
     # It isn't known what is computing.
     watch.knows_waiting = False
@@ -93,10 +93,10 @@ def test_unknown_steps_are_left_out() -> None:
     watch.start()
     watch.set_phase(RankPhase.DATA)
     step(watch, clock, 1)
-    assert log(watch, clock) == Spent()
+    assert log(watch, clock) == RankTimes()
     step(watch, clock, 2)
     watch.waiting_unknown()
-    assert log(watch, clock) == Spent()
+    assert log(watch, clock) == RankTimes()
     step(watch, clock, 3)
     assert log(watch, clock) == STEP
 
@@ -119,4 +119,4 @@ def test_evaluations_and_checkpoints_are_left_out(phase: RankPhase, is_logged: b
     watch.set_phase(RankPhase.DATA)
     step(watch, clock, 4)
     number = 1 if is_logged else 2
-    assert log(watch, clock) == Spent(*(number * each for each in STEP))
+    assert log(watch, clock) == RankTimes(*(number * each for each in STEP))
