@@ -170,6 +170,8 @@ class TrainerConfig:
     check_val_every_n_epoch: int | None = bounded(at_least=1)
     # Validation batches of each process before training, to find mistakes early.
     num_sanity_val_steps: int = bounded(at_least=0, default=1)
+    # Test, evaluate and predict in torch.inference_mode instead of torch.no_grad.
+    inference_mode: bool = False
     # A whole number of batches, or a share of them from 0 to 1. null: all.
     limit_train_batches: int | float | None = bounded(above=0)
     limit_val_batches: int | float | None = bounded(at_least=0)

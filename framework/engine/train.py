@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from framework.checkpoint import read_manifest
@@ -146,18 +147,23 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
         `step` of the weights, `metrics` and `texts`, for the results.
     """
     state = trainer.state
-    with_media = bool(state.loggers)
+    evaluate = partial(
+        state.evaluate,
+        loaders,
+        with_media=bool(state.loggers),
+        inference_mode=setup.config.trainer.inference_mode,
+    )
     if _has_best_checkpoint(setup, trainer):
         best = setup.run_dir.checkpoints / BEST
         manifest = read_manifest(load_model(state.bare_model, best, context=setup.context))
         step = manifest.step
         _set_epoch(loaders, manifest.epoch)
-        evaluation = state.evaluate(loaders, with_media=with_media)
+        evaluation = evaluate()
     else:
         step = trainer.progress.step
         _set_epoch(loaders, trainer.progress.last_epoch)
         with state.evaluation_weights():
-            evaluation = state.evaluate(loaders, with_media=with_media)
+            evaluation = evaluate()
 
     # A run that is resumed after its end has logged this test already.
     results = setup.run_dir.read_run().get("results", {})

@@ -47,6 +47,7 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
                 task=assembled.task,
                 precision=assembled.precision,
                 context=setup.context,
+                inference_mode=setup.config.trainer.inference_mode,
             )
             found = evaluator.evaluate(loaders)
         if setup.context.is_main:
@@ -70,7 +71,8 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
                     "Choose one by a keyword of data.datasets, or give a Datasets with one."
                 )
             (loader,) = loaders.values()
-            own = concatenated(list(_predictions(assembled, loader)))
+            predictions = _predictions(assembled, loader, inference_mode=setup.config.trainer.inference_mode)
+            own = concatenated(list(predictions))
             shares = gather_to_first(own, setup.context)
             if setup.context.is_main:
                 output = Path(setup.config.predict.output).expanduser()
@@ -98,11 +100,11 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
             function(model, **keywords, **config.args)
 
 
-def _predictions(assembled: Assembled, loader: EvalLoader) -> Iterator[Columns]:
+def _predictions(assembled: Assembled, loader: EvalLoader, *, inference_mode: bool) -> Iterator[Columns]:
     task: Any = assembled.task
     precision = assembled.precision
     assembled.model.eval()
-    with torch.inference_mode():
+    with torch.inference_mode() if inference_mode else torch.no_grad():
         for micro in loader:
             with precision.autocast():
                 prediction = task.predict_step(assembled.model, precision.convert_batch(micro.batch))

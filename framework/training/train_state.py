@@ -255,8 +255,17 @@ class TrainState:
         self.strategy.before_evaluation(self.model)
         return stack
 
-    def evaluate(self, loaders: Mapping[str, Iterable[MicroBatch]], *, with_media: bool = False) -> Evaluation:
-        """Return the metrics of the weights that the bare model holds, on each set by its prefix."""
+    def evaluate(
+        self,
+        loaders: Mapping[str, Iterable[MicroBatch]],
+        *,
+        with_media: bool = False,
+        inference_mode: bool = False,
+    ) -> Evaluation:
+        """Return the metrics of the weights that the bare model holds, on each set by its prefix.
+
+        inference_mode: see `Evaluator`; only if no training follows.
+        """
         evaluator = Evaluator(
             model=self.bare_model,
             task=self.task,
@@ -265,6 +274,7 @@ class TrainState:
             with_media=with_media,
             counts=self.speaks_for_share,
             captures_graphs=self.compile_mode in CUDA_GRAPH_MODES,
+            inference_mode=inference_mode,
         )
         return evaluator.evaluate(loaders)
 

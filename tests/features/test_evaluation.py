@@ -129,3 +129,55 @@ def test_validation_uses_the_weights_that_are_saved(train, tmp_path):
     run = train(*own, "topology.procs_per_node=2", "callbacks=ema", "callbacks.ema.decay=0.5")
     again = train("job=eval", f"checkpoint.path={run}", "eval.part=val", "topology.procs_per_node=1")
     assert results.metrics(again)["val/loss"] == pytest.approx(results.metrics(run)["val/loss"], rel=1e-5)
+
+
+TABLES = """
+import torch
+from framework import StepOutput
+from recipes.toy import ToyModel
+
+SHARED = {}
+
+class Cached(ToyModel):
+    # Keeps a row for each sample of the largest batch so far, as models do for positions, in itself and in its module.
+    table = torch.ones(0, 1)
+    def forward(self, x):
+        if len(self.table) < len(x):
+            self.table = SHARED["table"] = 1 + torch.arange(len(x))[:, None] / 100
+        return super().forward(x) * self.table[: len(x)] * SHARED["table"][: len(x)]
+
+class Forces:
+    # Validates by the gradient of the energy, with torch.autograd.grad or with backward.
+    def __init__(self, calls_backward): self.calls_backward = calls_backward
+    def training_step(self, model, batch):
+        return StepOutput((model(batch[0]) - batch[1]).square().mean(), len(batch[0]))
+    def validation_step(self, model, batch):
+        with torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            energy = model(x).square().sum()
+            if self.calls_backward:
+                energy.backward()
+                force = x.grad
+            else:
+                (force,) = torch.autograd.grad(energy, x)
+        count = len(x)
+        return StepOutput(energy / count, count, {"force": (force.abs().sum(), count)})
+    def predict_step(self, model, batch):
+        return self.validation_step(model, batch).loss.expand(len(batch[0]))
+"""
+
+
+def test_training_uses_what_evaluations_cache(train, tmp_path):
+    """Validation batches grow the tables that a model caches; forces in evaluation leave no gradients behind."""
+    (tmp_path / "tables.py").write_text(TABLES)
+    task = ("~task", "+task._target_=tables.Forces")
+    parts = ("recipe=toy", "logger=jsonl", "model._target_=tables.Cached", *task)
+    steps = ("trainer.max_steps=6", "trainer.check_val_every_n_epoch=null", "data.eval_batch_size=50")
+    often = (*parts, *steps, "trainer.val_check_interval=2", "trainer.limit_val_batches=2")
+    validated = train(*often, "+task.calls_backward=true")
+    never = train(*parts, *steps, "checkpoint.monitor=null", "+task.calls_backward=false")
+    results.assert_same(results.weights(validated), results.weights(never))
+    assert list(results.curve(validated, "val/force")) == [2, 4, 6]
+    assert results.metrics(never)["test/force"] > 0
+    train("job=predict", f"checkpoint.path={never}", "predict.output=energies.pt")
+    assert len(torch.load(tmp_path / "energies.pt")["output"]) == 200

@@ -56,7 +56,7 @@ def test_a_compiled_model_saves_plain_weights(train):
 
 
 class Modes:
-    """Doesn't call the model, so that nothing is compiled; logs if validation is in inference mode."""
+    """Doesn't call the model, so that nothing is compiled; logs if an evaluation is in inference mode."""
 
     def training_step(self, model, batch):
         return StepOutput(sum(parameter.square().sum() for parameter in model.parameters()), len(batch[0]))
@@ -67,21 +67,22 @@ class Modes:
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
+    ("mode", "in_test"),
     [
         ("null", 1.0),
-        ("default", 1.0),
-        ("max-autotune-no-cudagraphs", 1.0),
-        ("reduce-overhead", 0.0),
+        pytest.param("default", 1.0, marks=pytest.mark.exhaustive),
+        pytest.param("max-autotune-no-cudagraphs", 1.0, marks=pytest.mark.exhaustive),
+        pytest.param("reduce-overhead", 0.0, marks=pytest.mark.exhaustive),
         ("max-autotune", 0.0),
     ],
 )
-def test_cuda_graphs_are_not_captured_in_inference_mode(train, mode, expected):
+def test_inference_mode_is_for_the_test_without_cuda_graphs(train, mode, in_test):
     task = ("~task", f"+task._target_={__name__}.Modes")
-    run_dir = train(
-        "recipe=toy", *SHORT, *task, "trainer.max_steps=1", "trainer.val_check_interval=1", f"trainer.compile={mode}"
-    )
-    assert results.curve(run_dir, "val/inference_mode") == {1: expected}
+    steps = ("trainer.max_steps=1", "trainer.val_check_interval=1", "trainer.limit_test_batches=1")
+    modes = ("trainer.inference_mode=true", f"trainer.compile={mode}")
+    run_dir = train("recipe=toy", *SHORT, *task, *steps, *modes)
+    assert results.curve(run_dir, "val/inference_mode") == {1: 0.0}
+    assert results.curve(run_dir, "test/inference_mode") == {1: in_test}
 
 
 def sees_precision(expected):

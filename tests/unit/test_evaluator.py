@@ -106,7 +106,8 @@ def test_evaluation_restores_the_mode_of_every_module() -> None:
     run(model, look)
     assert modes == [False] * 4
     assert [module.training for module in model.modules()] == [True, True, False, True]
-    assert outputs[0].is_inference()
+    assert not outputs[0].requires_grad
+    assert not outputs[0].is_inference()
 
 
 @pytest.mark.parametrize(
