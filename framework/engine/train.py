@@ -27,6 +27,7 @@ from framework.engine.setup import RankSetup, setup_rank
 from framework.engine.state_bytes import state_sizes
 from framework.engine.weights import load_model
 from framework.errors import EXIT_STOPPED, RunError
+from framework.launch.child import show_status
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.launch.stopping import stoppable
 from framework.media import markdown_texts
@@ -47,6 +48,7 @@ def run_rank(
     Raises FrameworkError for a wrong request, and whatever the user's code raises.
     """
     with setup_rank(arguments, link) as setup:
+        _show_status(setup, "Loading the data …")
         # The set-up changes too, if the data decides the batch sizes.
         datasets, setup = build_data(setup)
         datasets = apply_overfit_batches(datasets, setup.config.trainer, setup.plan)
@@ -56,6 +58,7 @@ def run_rank(
         train_loader = make_train_loader(setup, datasets)
 
         link.rank_status.set_phase(RankPhase.MEETING)
+        _show_status(setup, "Waiting for the other processes …")
         group = process_group(
             setup.context,
             setup.config.backend,
@@ -68,7 +71,13 @@ def run_rank(
             if streams_of(datasets):
                 setup.exchange.open()
             link.rank_status.set_phase(RankPhase.BUILDING)
+            _show_status(setup, "Building the model …")
             return _train(setup, datasets, train_loader)
+
+
+def _show_status(setup: RankSetup, text: str) -> None:
+    if setup.config.trainer.progress in ("auto", "rich"):
+        show_status(text)
 
 
 def _train(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLoader) -> int | None:
@@ -85,6 +94,7 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | Strea
             sizes = state_sizes(setup, trainer)
             _check_disk_space(setup, sizes.checkpoint)
             introduce(setup, trainer, datasets, sizes)
+        _show_status(setup, "Checking the validation …")
         metrics = trainer.sanity_check()
         if metrics:
             check_metrics(setup.config, metrics)

@@ -23,6 +23,7 @@ from framework.system.orphans import ENDS_WITH_OTHERS
 from framework.system.signals import die_with_parent
 
 Message = dict[str, Any]
+_ERASE_LINE = "\r\x1b[K"
 LEAVE_S = 10.0
 """For a process to exit after its work."""
 
@@ -105,13 +106,22 @@ def log_to(path: Path, *, terminal: bool) -> None:
     log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     faulthandler.enable(log)
     if terminal:
-        sys.stdout = Tee(sys.stdout, log)
-        sys.stderr = Tee(_copy_descriptor_2(path), log)
+        status = StatusLine()
+        sys.stdout = Tee(sys.stdout, log, status=status)
+        sys.stderr = Tee(_copy_descriptor_2(path), log, status=status)
         return
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = io.TextIOWrapper(_Log(1, "w", closefd=False), line_buffering=True, write_through=True)
     sys.stderr = io.TextIOWrapper(_Log(2, "w", closefd=False), line_buffering=True, write_through=True)
+
+
+def show_status(text: str) -> None:
+    """Show on the terminal what this process does, until it prints something else. Not in logs, pipes and notebooks."""
+    out = sys.stdout
+    moves_cursor = os.environ.get("TERM") not in (None, "", "dumb") and "JPY_PARENT_PID" not in os.environ
+    if isinstance(out, Tee) and out.isatty() and moves_cursor:
+        out.show_status(text)
 
 
 def _copy_descriptor_2(path: Path) -> TextIO:
@@ -155,23 +165,43 @@ class _Log(io.FileIO):
             return len(data)
 
 
+@dataclass
+class StatusLine:
+    """Whether a terminal shows a line that the next output replaces."""
+
+    is_shown: bool = False
+
+
 @final
 class Tee(io.TextIOBase):
     """A text stream that writes to the terminal and to a log, and otherwise behaves as the terminal.
 
     Nothing is raised if the terminal or the reader of a pipe is gone, or if the disk is full: the log then keeps a few
     kB until there is room.
+
+    status: of the terminal, which standard output and standard error share.
     """
 
-    def __init__(self, terminal: TextIO, log: TextIO) -> None:
+    def __init__(self, terminal: TextIO, log: TextIO, *, status: StatusLine | None = None) -> None:
         self.terminal = terminal
         self.log = log
+        self._status = StatusLine() if status is None else status
 
     def write(self, text: str) -> int:
         self.write_log(text)
         with suppress(OSError):
+            if self._status.is_shown:
+                self._status.is_shown = False
+                self.terminal.write(_ERASE_LINE)
             self.terminal.write(text)
         return len(text)
+
+    def show_status(self, text: str) -> None:
+        """Show a line on the terminal only, which the next output replaces."""
+        with suppress(OSError):
+            self.terminal.write(f"{_ERASE_LINE}{text}\r")
+            self.terminal.flush()
+            self._status.is_shown = True
 
     def write_log(self, text: str) -> None:
         """Write to the log only, not to the terminal."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TextIO, final
 
 from framework.distributed.store import LOOPBACK, RunStore, listen
 from framework.errors import EXIT_STOPPED, LaunchError
@@ -51,6 +51,8 @@ _SETTLE_S = 0.5
 # For the exit of the rank whose connection was lost: with a GPU, exiting takes seconds.
 _CAUSE_TIMEOUT_S = 3.0
 _POLL_S = 0.2
+# Erases what rank 0's live view shows below the cursor.
+_ERASE_BELOW = "\r\x1b[J"
 _SHOW_CURSOR = "\x1b[?25h"
 _SUCCESSES = (0, EXIT_STOPPED)
 
@@ -203,14 +205,16 @@ class NodeRun:
                 plan.run_dir.update_run({"restarts": [*earlier, note]})
 
     def close(self) -> None:
-        """Stop monitoring. Show the terminal's cursor again: a rank that was killed may have hidden it."""
+        """Stop monitoring. Clear up the terminal: a rank that was killed may have left its live view."""
         if not self._all_succeeded():
-            _show_cursor()
+            for stream in (sys.stdout, sys.stderr):
+                _control(stream, f"{_ERASE_BELOW}{_SHOW_CURSOR}")
         self._monitor.close()
 
     def print(self, line: str) -> None:
         """Print to stderr, if the run has the terminal."""
         if self.setup.terminal:
+            _control(sys.stderr, _ERASE_BELOW)
             with suppress(OSError):  # the terminal is gone
                 print(shown(line), file=sys.stderr, flush=True)
 
@@ -450,9 +454,9 @@ def failure_in_short(report: FailureReport) -> str:
     return f"rank {first.rank} of {report.world_size} (pid {first.pid}) failed: {first.cause}"
 
 
-def _show_cursor() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the terminal is gone, or the stream closed
-            if stream.isatty():
-                stream.write(_SHOW_CURSOR)
-                stream.flush()
+def _control(stream: TextIO, sequence: str) -> None:
+    """Send a control sequence to a terminal; to anything else nothing."""
+    with suppress(OSError, ValueError):  # the terminal is gone, or the stream closed
+        if stream.isatty():
+            stream.write(sequence)
+            stream.flush()

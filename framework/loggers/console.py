@@ -73,6 +73,8 @@ class ConsoleLogger(Logger):
             from framework.loggers.live_view import start_view
 
             self._view = start_view(self._progress)
+        if self._view is not None:
+            self._show_start(self._view)
         self._plan_draw()
 
     def on_train_step_end(self, info: StepInfo) -> None:
@@ -99,7 +101,7 @@ class ConsoleLogger(Logger):
         if self._last_step is not None:
             is_drawn = self._last_step.step == self._history[-1][1]
             if self._view is not None or not is_drawn:
-                self._draw(self._last_step)
+                self._draw(self._last_step, is_last=True)
         if self._view is not None:
             self._view.stop()
             self._view = None
@@ -114,12 +116,21 @@ class ConsoleLogger(Logger):
         else:
             self._next_draw_s = monotonic() + _REDRAW_S
 
-    def _draw(self, info: StepInfo) -> None:
+    def _show_start(self, view: LiveView) -> None:
+        """Show that the first step has begun, which may load and compile much."""
+        from framework.loggers.live_view import Row
+
+        start = self._fit.start_step
+        total = self._fit.total_steps
+        place = f"{start}/{total}" if total else f"step {start}"
+        view.show([Row("total", [place, "first step …"], done=start, of=total)])
+
+    def _draw(self, info: StepInfo, *, is_last: bool = False) -> None:
         self._history.append((monotonic(), info.step))
         if self._view is None:
-            self._print(self._line(info))
+            self._print(self._line(info, is_last=is_last))
         else:
-            self._view.show(self._rows(info))
+            self._view.show(self._rows(info, is_last=is_last))
         self._plan_draw()
 
     def _print(self, line: str) -> None:
@@ -133,17 +144,17 @@ class ConsoleLogger(Logger):
 
     # What to draw
 
-    def _line(self, info: StepInfo) -> str:
+    def _line(self, info: StepInfo, *, is_last: bool) -> str:
         """Return a plain line: the place in the training, the rate, the losses and the learning rate."""
         total = self._fit.total_steps
         items = [f"epoch {self._epoch(info)}"]
         items.append(f"step {info.step}/{total}" if total else f"step {info.step}")
 
-        rate = self._steps_per_s()
+        rate = self._rate()
         if rate:
             items.append(f"{rate:.4g} steps/s")
         time_left = self._time_left(info)
-        if time_left:
+        if time_left and not is_last:
             items.append(f"ETA {time_left}")
 
         shown = {name: value for name, value in self._training.items() if _IN_PLAIN_LINES.fullmatch(name)}
@@ -151,7 +162,7 @@ class ConsoleLogger(Logger):
             items.append(" ".join(_metrics(shown)))
         return "  ".join(items)
 
-    def _rows(self, info: StepInfo) -> Iterator[Row]:
+    def _rows(self, info: StepInfo, *, is_last: bool) -> Iterator[Row]:
         """Yield what the live view shows; the most important items of a row come first."""
         from framework.loggers.live_view import Row
 
@@ -163,7 +174,7 @@ class ConsoleLogger(Logger):
         total = self._fit.total_steps
         places = [f"{info.step}/{total}" if total else f"step {info.step}"]
         time_left = self._time_left(info)
-        if time_left:
+        if time_left and not is_last:
             places.append(f"{time_left} left")
         yield Row("total", places, done=info.step, of=total)
 
@@ -189,17 +200,19 @@ class ConsoleLogger(Logger):
 
     def _speed(self) -> Iterator[str]:
         values = self._training
-        steps_per_s = self._steps_per_s()
+        steps_per_s = self._rate()
         if steps_per_s:
             yield f"{steps_per_s:.4g} steps/s"
 
         rates = {name.removeprefix("train/"): value for name, value in values.items() if name.endswith(_RATE)}
+        rates.pop(f"steps{_RATE}", None)
         tflop_per_s = rates.pop(f"tflop{_RATE}", None)
         if len(rates) > 1:
             # The task's own rate, such as tokens per second, says more.
             rates.pop(f"samples{_RATE}", None)
         for name, value in rates.items():
-            yield f"{value:,.0f} {name.removesuffix(_RATE)}/s"
+            rate = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+            yield f"{rate} {name.removesuffix(_RATE)}/s"
 
         if "train/mfu" in values:
             yield f"MFU {values['train/mfu']:.0%}"
@@ -239,6 +252,11 @@ class ConsoleLogger(Logger):
             return None
         steps_left = max(total - info.step, 0)
         return str(timedelta(seconds=math.ceil(steps_left / rate)))
+
+    def _rate(self) -> float | None:
+        """Return the steps per second without evaluations, as of the last log; before the first one, as seen here."""
+        logged = self._training.get("train/steps_per_s")
+        return self._steps_per_s() if logged is None else logged
 
     def _steps_per_s(self) -> float | None:
         """Return the rate over the last redraws, evaluations included."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TextIO, cast, final
 
 from rich.console import Console
-from rich.file_proxy import FileProxy
-from rich.live import Live
 from rich.text import Text
 
 from framework.config.schema import ProgressMode
@@ -20,6 +20,10 @@ from framework.launch.child import Tee
 _IN_NOTEBOOK = "JPY_PARENT_PID"
 """Set in Jupyter's kernels. `!command` has a terminal there, but one that can't move the cursor."""
 
+# https://en.wikipedia.org/wiki/ANSI_escape_code#CSIsection
+_ERASE_BELOW = "\x1b[J"
+_HIDE_CURSOR = "\x1b[?25l"
+_SHOW_CURSOR = "\x1b[?25h"
 # The width of a progress bar, in columns.
 _MAX_BAR = 40
 # Of each row; further items are left out.
@@ -37,42 +41,73 @@ class Row(NamedTuple):
 
 @final
 class LiveView:
-    """Rows that `show` redraws in place. There is no thread.
+    """Rows at the bottom of the terminal, which `show` redraws in place. There is no thread.
 
-    While it is open, output to Python's standard streams appears above the rows, and goes to the log as before. `stop`
-    leaves the last rows on the terminal and restores the streams.
+    While it is open, lines printed to Python's standard streams appear above the rows, and go to the log as before.
+    `stop` leaves the last rows on the terminal and restores the streams.
+
+    The cursor rests on an empty line above the rows. So what other processes write to the terminal, or what it echoes
+    (`^C`), is kept, and the next redraw erases all that lies below.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._terminal = console.file
+        self._rows = Text()
+        # Threads of the user may print.
+        self._lock = threading.RLock()
         self._restore: list[Callable[[], None]] = []
-        self._live.start()
         for name in ("stdout", "stderr"):
             self._print_above(name)
+        self._write(_HIDE_CURSOR)
 
     def show(self, rows: Iterable[Row]) -> None:
-        # The terminal may be gone.
-        with suppress(OSError):
-            self._live.update(self._drawn(rows), refresh=True)
+        with self._lock:
+            self._rows = self._drawn(rows)
+            self._redraw()
+
+    def print_above(self, lines: str) -> None:
+        """Print whole lines above the rows."""
+        with self._lock:
+            self._redraw(lines)
 
     def stop(self) -> None:
         for restore in self._restore:
             restore()
-        with suppress(OSError):
-            self._live.stop()
+        self._write(f"\r{_ERASE_BELOW}{self._rendered()}{_SHOW_CURSOR}")
 
     def _print_above(self, name: str) -> None:
+        """Have a standard stream print above the rows."""
         stream: Any = getattr(sys, name)
         if name == "stderr" and not stream.isatty():
             return
         if isinstance(stream, Tee):
             # What is printed goes to the log as before.
-            self._restore.append(partial(setattr, stream, "terminal", stream.terminal))
-            stream.terminal = cast("TextIO", FileProxy(self._console, stream.terminal))
+            lines_above = _LinesAbove(self, stream.terminal)
+            self._restore += [lines_above.finish, partial(setattr, stream, "terminal", stream.terminal)]
+            stream.terminal = cast("TextIO", lines_above)
         else:
-            self._restore.append(partial(setattr, sys, name, stream))
-            setattr(sys, name, FileProxy(self._console, stream))
+            lines_above = _LinesAbove(self, stream)
+            self._restore += [lines_above.finish, partial(setattr, sys, name, stream)]
+            setattr(sys, name, lines_above)
+
+    def _redraw(self, lines_above: str = "") -> None:
+        rows = self._rendered()
+        up = f"\x1b[{rows.count(chr(10)) + 1}A"
+        self._write(f"\r{_ERASE_BELOW}{lines_above}\n{rows}{up}\r")
+
+    def _rendered(self) -> str:
+        """Return the rows as the terminal gets them, each with its line end; no more than its height allows."""
+        with self._console.capture() as capture:
+            self._console.print(self._rows)
+        lines = capture.get().splitlines(keepends=True)
+        return "".join(lines[: max(self._console.height - 2, 1)])
+
+    def _write(self, text: str) -> None:
+        # The terminal may be gone, or closed by the user's code.
+        with suppress(OSError, ValueError):
+            self._terminal.write(text)
+            self._terminal.flush()
 
     def _drawn(self, rows: Iterable[Row]) -> Text:
         rows = [row for row in rows if row.items]
@@ -97,6 +132,42 @@ class LiveView:
         else:
             text.append("━" * filled, "green").append("─" * (columns - filled), "bright_black")
         text.append("  ")
+
+
+@final
+class _LinesAbove(io.TextIOBase):
+    """A standard stream while a view is open: it prints whole lines above the rows, and otherwise is as before."""
+
+    def __init__(self, view: LiveView, stream: TextIO) -> None:
+        self._view = view
+        self._stream = stream
+        # A line that has not ended yet.
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        lines, end, rest = (self._line + text).rpartition("\n")
+        self._line = rest
+        if end:
+            self._view.print_above(f"{lines}\n")
+        return len(text)
+
+    def finish(self) -> None:
+        """Print what has no line end."""
+        if self._line:
+            self.write("\n")
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # settable in the base class
+        return self._stream.encoding
 
 
 def start_view(progress: ProgressMode) -> LiveView | None:

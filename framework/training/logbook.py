@@ -172,7 +172,8 @@ class Logbook:
             values[name] = float(norm)
         self.grad_norms.clear()
 
-        samples_per_s = self.throughput.read()
+        steps_per_s, samples_per_s = self.throughput.read(step=self._progress.step)
+        values["steps_per_s"] = steps_per_s
         values["samples_per_s"] = samples_per_s
         for unit, number in getattr(self._state.task, "per_sample", {}).items():
             values[f"{unit}_per_s"] = samples_per_s * number

@@ -219,19 +219,24 @@ def _no_seconds() -> list[float]:
 @final
 @dataclass
 class Throughput:
-    """Samples of all ranks and the time they took, without the time spent evaluating and saving."""
+    """Steps, samples of all ranks, and the time they took, without the time spent evaluating and saving."""
 
     samples: int = 0
+    # The optimizer steps done when it was read last.
+    step: int = 0
     # Of `time.perf_counter`.
     since: float = field(default_factory=time.perf_counter)
 
-    def read(self) -> float:
-        """Return the samples per second since the last reading."""
+    def read(self, *, step: int) -> tuple[float, float]:
+        """Return the steps and the samples per second since the last reading, given the steps done by now."""
         now = time.perf_counter()
-        rate = self.samples / max(now - self.since, 1e-9)
+        seconds = max(now - self.since, 1e-9)
+        steps_per_s = (step - self.step) / seconds
+        samples_per_s = self.samples / seconds
         self.samples = 0
+        self.step = step
         self.since = now
-        return rate
+        return steps_per_s, samples_per_s
 
     def leave_out(self, *, since: float) -> None:
         """Don't count the time from `since` (of `time.perf_counter`) until now."""

@@ -445,7 +445,7 @@ class Trainer:
         if self.restore_generators is not None:
             self.restore_generators()
         self._flops.start()
-        self.logbook.throughput.read()
+        self.logbook.throughput.read(step=self.progress.step)
         self._start_timer()
 
     def _call_start_hooks(self) -> None:

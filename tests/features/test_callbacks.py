@@ -173,7 +173,7 @@ def test_an_own_callback_and_logger_see_everything(train, folder):
     assert len(steps) == 20
     mean = sum(line[4] for line in steps[:5]) / 5
     assert results.curve(run_dir, "train/loss")[5] == pytest.approx(mean, rel=1e-5)
-    training = "train/grad_norm train/loss train/lr train/samples_per_s train/tflop_per_s"
+    training = "train/grad_norm train/loss train/lr train/samples_per_s train/steps_per_s train/tflop_per_s"
     # Logged from the second time on.
     timed = f"time/backward time/callbacks time/data time/forward time/optimizer {training}"
     # Once a second there is the memory, too.

@@ -97,6 +97,7 @@ def test_tensorboard_has_the_curves_and_the_config(default: Run) -> None:
         "train/lr",
         "train/grad_norm",
         "train/samples_per_s",
+        "train/steps_per_s",
         "train/tflop_per_s",
         "device/memory_gb",
         "time/data",

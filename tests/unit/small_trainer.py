@@ -264,7 +264,7 @@ class Recorder:
 
 def without_speed(numbers: Numbers) -> list[Any]:
     """Return all that was logged without speeds and times."""
-    varying = ("train/samples_per_s", "time/", "skew/", "device/")
+    varying = ("train/samples_per_s", "train/steps_per_s", "time/", "skew/", "device/")
     logs = []
     for step, epoch, values in numbers.logged:
         repeatable = {name: value for name, value in values.items() if not name.startswith(varying)}

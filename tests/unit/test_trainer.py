@@ -242,7 +242,10 @@ def test_throughput_leaves_out_evaluation_and_saving(
     how = settings(log_every_n_steps=every, max_epochs=1, val_check_interval=4)
     checkpoints = manager(tmp_path, monitor="val/loss")
     make_trainer(how, task=clock, loggers={"numbers": numbers}, val=samples(5), checkpoints=checkpoints).fit()
-    rates = [values["train/samples_per_s"] for _, _, values in numbers.logged if "train/loss" in values]
+    logged = [values for _, _, values in numbers.logged if "train/loss" in values]
+    # A second for each step.
+    assert [values["train/steps_per_s"] for values in logged] == pytest.approx([1.0] * len(logged))
+    rates = [values["train/samples_per_s"] for values in logged]
     steps = min(every, STEPS_PER_EPOCH)
     assert rates[0] == pytest.approx(min(BATCH * steps, SIZE) / steps)
     assert rates[-1] == pytest.approx((SIZE - BATCH * (STEPS_PER_EPOCH - steps)) / steps)

@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from framework.config.schema import ProgressMode
-from framework.launch.child import Tee
+from framework.launch.child import Tee, show_status
 from framework.loggers import ConsoleLogger, console
 from framework.system.run_dir import RunDir
 from framework.types import FitInfo, StepInfo
@@ -66,7 +67,7 @@ def test_a_pipe_gets_occasional_lines(clock: SimpleNamespace, capsys: pytest.Cap
     logger.log({"val/loss": 0.25, "val/accuracy": 0.9712345}, step=25, epoch=2)
     assert "step 25  val/loss 0.25 val/accuracy 0.9712" in capsys.readouterr().out
     logger.close()
-    assert "step 25/100  2 steps/s  ETA 0:00:38" in capsys.readouterr().out
+    assert "step 25/100  2 steps/s  loss 0.04" in capsys.readouterr().out
     logger.close()
     assert capsys.readouterr().out == ""
 
@@ -166,7 +167,7 @@ def test_a_terminal_redraws_rows_below_output(monkeypatch: pytest.MonkeyPatch, t
         rows,
         (
             r"epoch 9/9 +━+  10/10",
-            r"total +━+  100/100  0:00:00 left",
+            r"total +━+  100/100",
             r"train +loss 0.0025  lr 0.5",
             r"evaluated +val/accuracy 0.875  at step 100",
             r"speed +\S+ steps/s  7 samples/s  skew 50% \(rank 3\)",
@@ -175,6 +176,46 @@ def test_a_terminal_redraws_rows_below_output(monkeypatch: pytest.MonkeyPatch, t
         strict=True,
     ):
         assert re.fullmatch(pattern, row), row
+
+
+def screen(text: str) -> list[str]:
+    """Return the lines of a terminal that gets a text with the control sequences of the live view."""
+    lines = [""]
+    row = 0
+    column = 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if token == "\x1b[J":
+            lines[row:] = [lines[row][:column]]
+        elif token.startswith("\x1b") and token.endswith("A"):
+            row -= int(token[2:-1])
+        elif token == "\r":
+            column = 0
+        elif token == "\n":
+            row += 1
+            column = 0
+            lines += [""] * (row + 1 - len(lines))
+        elif not token.startswith("\x1b"):
+            lines[row] = lines[row][:column] + token + lines[row][column + len(token) :]
+            column += len(token)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+@pytest.mark.usefixtures("own_state")
+def test_what_another_process_prints_stays(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = sys.stdout
+    logger = ConsoleLogger("rich")
+    logger.start(info())
+    for step in range(1, 4):
+        clock.now_s += 1
+        logger.on_train_step_end(step_info(step))
+        # Past the view, as from the process that watches the ranks.
+        terminal.write(f"from outside {step}\n")
+        print(f"from the task {step}")
+    logger.close()
+    lines = screen(capsys.readouterr().out)
+    assert lines[:-3] == [f"from {where} {step}" for step in (1, 2, 3) for where in ("outside", "the task")]
+    assert [line.split()[0] for line in lines[-3:]] == ["epoch", "total", "speed"]
+    assert "3/100" in lines[-2]
 
 
 @pytest.mark.usefixtures("own_state")
@@ -217,3 +258,25 @@ def test_the_live_view_can_be_forced(capsys: pytest.CaptureFixture[str]) -> None
     print("said in between")
     logger.close()
     assert re.search(r"said in between.*total .*7/100", capsys.readouterr().out, re.DOTALL)
+
+
+def test_a_status_line_is_replaced_by_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    master, slave = pty.openpty()
+    log = io.StringIO()
+    with os.fdopen(slave, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Tee(terminal, log))
+        show_status("Loading the data …")
+        show_status("Building the model …")
+        print("model  parameters")
+        sys.stdout.flush()
+    output = b""
+    # A terminal that nobody writes to any more can't be read.
+    with suppress(OSError):
+        while data := os.read(master, 65536):
+            output += data
+    os.close(master)
+    assert screen(output.decode().replace("\x1b[K", "\x1b[J")) == ["model  parameters"]
+    assert re.findall("Loading|Building|model", output.decode()) == ["Loading", "Building", "model", "model"]
+    assert log.getvalue() == "model  parameters\n"
