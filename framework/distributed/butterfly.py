@@ -61,17 +61,24 @@ def rounds(rank: int, num_ranks: int) -> Iterator[Swap | None]:
             yield Swap(rank - inner, sent=everything, kept=nothing)
         else:
             outer = rank + inner
-            yield Swap(outer, sent=nothing, kept=everything) if outer < num_ranks else None
+            if outer < num_ranks:
+                yield Swap(outer, sent=nothing, kept=everything)
+            else:
+                yield None
+
     distance = inner // 2
     while distance:
         if rank >= inner:
             yield None
         else:
+            # Before this round the rank holds 2 * distance parts, from `first` on.
             first = rank & ~(2 * distance - 1)
             lower = (first, first + distance)
             upper = (first + distance, first + 2 * distance)
-            kept, sent = (upper, lower) if rank & distance else (lower, upper)
-            yield Swap(rank ^ distance, sent, kept)
+            if rank & distance:
+                yield Swap(rank ^ distance, sent=lower, kept=upper)
+            else:
+                yield Swap(rank ^ distance, sent=upper, kept=lower)
         distance //= 2
 
 
@@ -88,16 +95,20 @@ def butterfly_all_reduce_mean(tensor: Tensor, *, group: dist.ProcessGroup | None
         group: Another group than the default one, also of all ranks.
     """
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    # Gloo sends only from the CPU, although it reduces on GPUs.
-    flat = (values.cpu() if dist.get_backend(group) == dist.Backend.GLOO else values).contiguous().view(-1)
+    flat = values
+    if _is_gloo(group):
+        # It sends only from the CPU, although it reduces on GPUs.
+        flat = flat.cpu()
+    flat = flat.contiguous().view(-1)
+
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     inner = inner_ranks(world_size)
 
-    def parts(ends: tuple[int, int]) -> Tensor:
+    def parts(span: tuple[int, int]) -> Tensor:
         """Return their values; parts are as equal as possible, and some are empty if there are fewer values."""
-        first, end = (number * flat.numel() // inner for number in ends)
-        return flat[first:end]
+        first, end = span
+        return flat[first * flat.numel() // inner : end * flat.numel() // inner]
 
     swaps = [swap for swap in rounds(rank, world_size) if swap is not None]
     for swap in swaps:
@@ -109,19 +120,31 @@ def butterfly_all_reduce_mean(tensor: Tensor, *, group: dist.ProcessGroup | None
         parts((rank, rank + 1)).div_(world_size)
     for swap in reversed(swaps):
         _exchange(swap.partner, sent=parts(swap.kept), received=parts(swap.sent), group=group)
-    if flat.data_ptr() != values.data_ptr():
+
+    is_copy = flat.data_ptr() != values.data_ptr()
+    if is_copy:
         values.copy_(flat.view(values.shape))
 
 
 def _exchange(partner: int, *, sent: Tensor, received: Tensor, group: dist.ProcessGroup | None) -> None:
     """Send and receive at once, so that neither rank waits for the other to receive; skip empty tensors."""
     # The partner has as many values, and skips the same.
-    operations = [
-        dist.P2POp(operation, tensor, partner, group)
-        for operation, tensor in ((dist.isend, sent), (dist.irecv, received))
-        if tensor.numel()
-    ]
-    # Gloo's sends and receives keep the time-out that the group was made with, even if it was changed.
-    timeout = group_timeout(group) if dist.get_backend(group) == dist.Backend.GLOO else None
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait(timeout or timedelta())  # 0: that of the group
+    operations = []
+    if sent.numel():
+        operations.append(dist.P2POp(dist.isend, sent, partner, group))
+    if received.numel():
+        operations.append(dist.P2POp(dist.irecv, received, partner, group))
+    if not operations:
+        return
+
+    # 0 is the time-out of the group.
+    timeout = timedelta()
+    if _is_gloo(group):
+        # Its sends and receives keep the time-out that the group was made with, even if it was changed.
+        timeout = group_timeout(group) or timeout
+    for work in dist.batch_isend_irecv(operations):
+        work.wait(timeout)
+
+
+def _is_gloo(group: dist.ProcessGroup | None) -> bool:
+    return bool(dist.get_backend(group) == dist.Backend.GLOO)

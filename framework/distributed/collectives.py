@@ -21,13 +21,17 @@ _CHUNK_BYTES = 16 << 20
 
 
 def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
-    """Put the tensors of all ranks into `output`, in rank order, by torch's function of this name, or its older one."""
-    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, own, group=group)
+    """Put the tensors of all ranks into `output`, in rank order."""
+    # Older versions of torch have it under another name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, own, group=group)
 
 
 def reduce_scatter_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
-    """Put this rank's part of the sum over ranks into `output`, by torch's function of this name or its old one."""
-    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(output, own, group=group)
+    """Put this rank's part of the sum over ranks into `output`."""
+    # Older versions of torch have it under another name.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(output, own, group=group)
 
 
 def sum_over_ranks(values: Tensor, context: Context) -> Tensor:
@@ -68,16 +72,20 @@ def gather_to_first(value: Any, context: Context) -> list[Any]:
     if context.world_size == 1:
         return [value]
     own = pickle.dumps(value)
-    gathered = [bytearray() for _ in range(context.world_size)]
-    for begin in range(0, max(gather_to_all(len(own), context)), _CHUNK_BYTES):
-        pieces: list[Any] | None = [None] * context.world_size if context.is_main else None
+    # The pickled values of all ranks.
+    contents = [bytearray() for _ in range(context.world_size)]
+    longest = max(gather_to_all(len(own), context))
+    for begin in range(0, longest, _CHUNK_BYTES):
+        pieces: list[Any] | None = None
+        if context.is_main:
+            pieces = [None] * context.world_size
         dist.gather_object(own[begin : begin + _CHUNK_BYTES], pieces)
         if pieces is not None:
-            for whole, piece in zip(gathered, pieces, strict=True):
-                whole += piece
+            for content, piece in zip(contents, pieces, strict=True):
+                content += piece
     if not context.is_main:
         return []
-    return [pickle.loads(whole) for whole in gathered]
+    return [pickle.loads(content) for content in contents]
 
 
 def broadcast_object(value: Any, context: Context, *, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
@@ -118,7 +126,9 @@ class SideChannel:
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
         """The group that was made, for its time-out."""
-        return () if self._group is None else (self._group,)
+        if self._group is None:
+            return ()
+        return (self._group,)
 
     def gather(self, row: Sequence[float]) -> Callable[[], Table]:
         """Send this rank's numbers, as many as the others'; return a function that waits for those of all."""

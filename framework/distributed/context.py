@@ -16,14 +16,15 @@ from framework.errors import RequestError, TopologyError
 
 @dataclass(frozen=True)
 class Context:
-    """Where this rank is and what it owns."""
+    """The place of a rank, and what it owns."""
 
     topology: Topology
     rank: int
     local_rank: int
     node_rank: int
     devices: tuple[torch.device, ...]
-    backend: str  # as torch.distributed names it
+    # The name that torch.distributed has for it.
+    backend: str
 
     @property
     def world_size(self) -> int:
@@ -76,22 +77,34 @@ def _devices(topology: Topology, local_rank: int) -> tuple[torch.device, ...]:
     if not indices:
         return (torch.device("cpu"),) * topology.span
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    seen = torch.accelerator.device_count()
-    if accelerator is None or seen < topology.gpus_in_view:
+    count = torch.accelerator.device_count()
+    if accelerator is None or count < topology.gpus_in_view:
         raise TopologyError(
-            f"trainer.gpus={topology.gpus_per_node}, but torch {torch.__version__} sees {seen}.\n"
+            f"trainer.gpus={topology.gpus_per_node}, but torch {torch.__version__} sees {count}.\n"
             "Install a build of torch for this machine's driver, or use trainer.gpus=0 for the CPU."
         )
     return tuple(torch.device(accelerator.type, index) for index in indices)
 
 
 def _backend(name: BackendName, *, device: torch.device, topology: Topology) -> str:
-    backend = dist.get_default_backend_for_device(device) if name == "auto" else name
-    # One process sends nothing, and nccl needs a whole GPU for each process.
-    needs_no_nccl = topology.world_size == 1 and not dist.is_backend_available(backend)
-    if name == "auto" and (topology.shares_gpus or needs_no_nccl):
-        backend = "gloo"
+    if name == "auto":
+        backend = _default_backend(device, topology)
+    else:
+        backend = name
     if not dist.is_backend_available(backend):
-        there = ", ".join(name for name in get_args(BackendName) if name == "auto" or dist.is_backend_available(name))
-        raise RequestError(f"backend.name={backend} isn't in this torch, {torch.__version__}. Use one of {there}.")
+        available = [other for other in get_args(BackendName) if other == "auto" or dist.is_backend_available(other)]
+        raise RequestError(
+            f"backend.name={backend} isn't in this torch, {torch.__version__}. Use one of {', '.join(available)}."
+        )
     return backend
+
+
+def _default_backend(device: torch.device, topology: Topology) -> str:
+    # nccl needs a whole GPU for each process.
+    if topology.shares_gpus:
+        return "gloo"
+    backend = dist.get_default_backend_for_device(device)
+    # One process sends nothing, so any backend will do.
+    if topology.world_size == 1 and not dist.is_backend_available(backend):
+        return "gloo"
+    return str(backend)

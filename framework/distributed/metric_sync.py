@@ -6,7 +6,7 @@ The only module that uses private parts of torchmetrics: `_sync_dist`, which its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 
+# Classes whose value depends on the number of processes, and why.
 _REFUSED = {
     "BootStrapper": "draws samples",
     "InceptionScore": "draws samples",
@@ -25,7 +26,6 @@ _REFUSED = {
     "Running": "depends on the order of batches",
     "MetricTracker": "keeps one metric after another, and is never reset",
 }
-"""Classes whose value depends on the number of processes, and why."""
 
 
 def is_torchmetric(metric: object) -> bool:
@@ -35,7 +35,10 @@ def is_torchmetric(metric: object) -> bool:
 
 def why_not_merged(metric: object) -> str | None:
     """Return why a metric of torchmetrics has another value on several processes; None if it has the same."""
-    parts = list(metric.modules()) if isinstance(metric, torch.nn.Module) else [metric]
+    parts: Iterable[object] = [metric]
+    if isinstance(metric, torch.nn.Module):
+        # The metric itself and those that it wraps.
+        parts = metric.modules()
     for part in parts:
         for kind in type(part).__mro__:
             if kind.__name__ in _REFUSED and kind.__module__.startswith("torchmetrics."):
@@ -62,9 +65,10 @@ def _merge_ranks(metric: Any, context: Context, *_: Any, **__: Any) -> None:
 
     Ranks without data are left out: an empty state may have another type or shape.
     """
-    own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), dict(metric.metric_state))
-    of_ranks = gather_to_all((metric.update_count > 0, own), context)
-    states = [state for had_data, state in of_ranks if had_data]
+    own_state = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), dict(metric.metric_state))
+    had_data = metric.update_count > 0
+    answers = gather_to_all((had_data, own_state), context)
+    states = [state for had_data, state in answers if had_data]
     if not states:
         return
     for name, reduction in metric._reductions.items():
@@ -76,14 +80,21 @@ def _merged(values: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
     """Return one state of all ranks: lists are joined in the order of ranks, tensors reduced by the metric's rule."""
     concatenates = getattr(reduction, "__name__", "") == "dim_zero_cat"
     if any(isinstance(value, list) for value in values):
-        # A list may have been concatenated to a tensor already.
         whole = []
         for value in values:
-            whole += value if isinstance(value, list) else [value]
-        return whole if reduction is None or concatenates else reduction(whole)
+            if isinstance(value, list):
+                whole += value
+            else:
+                # A rank may have concatenated its list to a tensor already.
+                whole.append(value)
+        if reduction is None or concatenates:
+            return whole
+        return reduction(whole)
     if len(values) == 1:
         return values[0]
     if concatenates:
         return torch.cat(values)
     stacked = torch.stack(values)
-    return stacked if reduction is None else reduction(stacked)
+    if reduction is None:
+        return stacked
+    return reduction(stacked)

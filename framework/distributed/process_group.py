@@ -36,12 +36,13 @@ def process_group(
 
     Raises RunError if the ranks don't all arrive within `settings.init_timeout`.
     """
-    # Once more: the user's code, which was imported or built since, may have chosen another device.
+    # The rank has set its device already, but the user's code, imported or built since, may have set another one.
     if context.device.type != "cpu":
         torch.accelerator.set_device_index(context.device)
     try:
         _init_process_group(backends(context, with_cpu=with_cpu), context, settings, rendezvous=rendezvous)
-    except RuntimeError as error:  # dist.DistError is one, and gloo's own wait raises nothing finer
+    except RuntimeError as error:
+        # It may be a dist.DistError, but gloo's own wait raises nothing finer than RuntimeError.
         if context.world_size > 1:
             raise RunError(
                 f"Rank {context.rank} of {context.world_size} could not join the process group within "
@@ -60,24 +61,34 @@ def process_group(
         yield
     except BaseException:
         if rendezvous is None:
-            with suppress(RuntimeError):  # after a GPU failure this fails too, and would hide the cause
+            # After a GPU failure this fails too, and would hide the cause.
+            with suppress(RuntimeError):
                 dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
 
 def _init_process_group(backend: str, context: Context, settings: BackendConfig, *, rendezvous: str | None) -> None:
+    timeout = timedelta(seconds=settings.init_timeout)
+    store: dist.Store
+    if rendezvous is None:
+        store = dist.HashStore()
+    else:
+        store = _meet(rendezvous, context, timeout=timeout)
+
     # With a device, NCCL connects at once, and every collective knows its GPU. One process has nobody to connect to,
     # and a replica on several devices has no single one.
+    device_id = None
     connects = context.world_size > 1 and context.device.type != "cpu" and context.backend != "gloo"
-    timeout = timedelta(seconds=settings.init_timeout)
+    if connects and len(context.devices) == 1:
+        device_id = context.device
     dist.init_process_group(
         backend,
-        store=dist.HashStore() if rendezvous is None else _meet(rendezvous, context, timeout=timeout),
+        store=store,
         rank=context.rank,
         world_size=context.world_size,
         timeout=timeout,
-        device_id=context.device if connects and len(context.devices) == 1 else None,
+        device_id=device_id,
     )
 
 
@@ -86,22 +97,23 @@ def new_subgroup(ranks: Sequence[Sequence[int]], context: Context) -> dist.Proce
 
     It has the default group's time-out. Every rank must call it.
     """
-    mine, _ = dist.new_subgroups_by_enumeration(
-        list(map(list, ranks)), timeout=group_timeout(None), backend=context.backend
+    group, _ = dist.new_subgroups_by_enumeration(
+        [list(members) for members in ranks], timeout=group_timeout(None), backend=context.backend
     )
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def new_group(timeout_s: float, *, backend: str = "gloo", is_monitored: bool = False) -> dist.ProcessGroup:
     """Make another group of all ranks, for exchanges apart from training's. Every rank must call it.
 
-    backend: gloo exchanges over the CPU.
-    is_monitored: the monitor finds the rank that is behind by counting this group's collectives together with the
-    default group's, which all ranks must begin in one order.
+    Args:
+        backend: gloo exchanges over the CPU.
+        is_monitored: The monitor, which finds the rank that is behind by counting collectives, counts this group's
+            together with the default group's. All ranks must begin the collectives of both in one order.
     """
-    described = COUNTED_GROUP if is_monitored else None
-    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s), group_desc=described)
+    description = COUNTED_GROUP if is_monitored else None
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s), group_desc=description)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -110,18 +122,21 @@ def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
     """Return the time-out of the group's collectives (None: the default group's), or None if it is unknown."""
     group = group or dist.distributed_c10d._get_default_group()
     backend = group._get_backend(group._device_types[0])
-    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    return found
+    options = getattr(backend, "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def set_timeout(timeout_s: float, context: Context, *, groups: Sequence[dist.ProcessGroup] = ()) -> None:
     """Give every later collective this time-out. Every rank must call it at the same place.
 
-    groups: other groups for collectives of training.
+    Args:
+        groups: Other groups for collectives of training.
     """
     if context.world_size == 1:
         return
-    dist.barrier()  # the new, shorter limit must not catch a rank that is still setting up
+    # The new, shorter limit must not catch a rank that is still setting up.
+    dist.barrier()
     set_group_timeouts(timeout_s, (None, *groups))
 
 
@@ -132,14 +147,16 @@ def set_group_timeouts(timeout_s: float, groups: Sequence[dist.ProcessGroup | No
         if hasattr(dist, "set_timeout"):
             dist.set_timeout(timeout, group)
         else:
-            # In older versions of torch there is only this private one.
+            # Older versions of torch have only this private function.
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def backends(context: Context, *, with_cpu: bool) -> str:
     """Return the context's backend for `init_process_group`, with gloo for the CPU if that is asked for."""
     kind = context.device.type
-    return f"{kind}:{context.backend},cpu:gloo" if with_cpu and kind != "cpu" else context.backend
+    if with_cpu and kind != "cpu":
+        return f"{kind}:{context.backend},cpu:gloo"
+    return context.backend
 
 
 def _meet(rendezvous: str, context: Context, *, timeout: timedelta) -> dist.Store:
@@ -150,4 +167,5 @@ def _meet(rendezvous: str, context: Context, *, timeout: timedelta) -> dist.Stor
     """
     store, _, _ = next(dist.rendezvous(rendezvous, context.rank, context.world_size, timeout=timeout))
     store.set_timeout(timeout)
-    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt_{attempt}", store)

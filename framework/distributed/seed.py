@@ -20,8 +20,10 @@ def mix(seed: int, *parts: int | str) -> int:
 
     Unlike `hash` it is the same on every machine and version. Parts may be any integers and strings; order counts.
     """
-    # NumPy's integers print differently.
-    plain = [part if isinstance(part, str) else int(part) for part in (seed, *parts)]
+    # NumPy's integers print differently, so they become Python's.
+    plain: list[int | str] = [int(seed)]
+    for part in parts:
+        plain.append(part if isinstance(part, str) else int(part))
     digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -30,7 +32,8 @@ def seed_everything(seed: int, *, rank: int) -> None:
     """Seed Python, NumPy, torch's CPU and all its devices. Ranks get unrelated streams: dropout differs over ranks."""
     mixed = mix(seed, "rank", rank)
     seed_generators(mixed)
-    torch.manual_seed(mixed)  # also every accelerator, lazily: opens none
+    # This seeds every accelerator too, when it is first used: it opens none.
+    torch.manual_seed(mixed)
 
 
 def seed_generators(seed: int) -> None:
@@ -59,6 +62,10 @@ def generator_states(devices: Sequence[torch.device]) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     of_numpy: Any = numpy.random.get_state(legacy=True)
     name, numpy_words, position, has_gauss, numpy_gauss = of_numpy
+    on_devices = []
+    for device in _accelerators(devices):
+        state = torch.get_device_module(device).get_rng_state(device)
+        on_devices.append({"kind": device.type, "state": state})
     return {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": {
@@ -69,32 +76,32 @@ def generator_states(devices: Sequence[torch.device]) -> dict[str, Any]:
             "gauss": float(numpy_gauss),
         },
         "cpu": torch.get_rng_state(),
-        "devices": [
-            {"kind": device.type, "state": torch.get_device_module(device).get_rng_state(device)}
-            for device in _accelerators(devices)
-        ],
+        "devices": on_devices,
     }
 
 
 def restore_generator_states(states: dict[str, Any], *, devices: Sequence[torch.device]) -> bool:
     """Set all generators to `states`, bit for bit; the tensors may be on any device.
 
-    Return False if devices of another number or kind than saved keep their states, as when a GPU run resumes on the
-    CPU. Raises CheckpointError for states of another version of Python or NumPy.
+    Return False if there are other devices than when it was saved, as when a GPU run resumes on the CPU: they keep the
+    states that they have. Raises CheckpointError for states of another version of Python or NumPy.
     """
     try:
         python = states["python"]
         of_numpy = states["numpy"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         torch.set_rng_state(states["cpu"].cpu())
-        words = of_numpy["words"].cpu().numpy().astype("uint32")
-        rest = (of_numpy[key] for key in ("position", "has_gauss", "gauss"))
-        numpy.random.set_state((of_numpy["name"], words, *rest))
+        numpy_words = of_numpy["words"].cpu().numpy().astype("uint32")
+        numpy.random.set_state(
+            (of_numpy["name"], numpy_words, of_numpy["position"], of_numpy["has_gauss"], of_numpy["gauss"])
+        )
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"The checkpoint's generator states can't be restored here: {error!r}.") from error
+
     accelerators = _accelerators(devices)
     saved = states["devices"]
-    if [entry["kind"] for entry in saved] != [device.type for device in accelerators]:
+    saved_kinds = [entry["kind"] for entry in saved]
+    if saved_kinds != [device.type for device in accelerators]:
         return False
     for device, entry in zip(accelerators, saved, strict=True):
         torch.get_device_module(device).set_rng_state(entry["state"].cpu(), device)
@@ -107,17 +114,20 @@ def fingerprint(devices: Sequence[torch.device]) -> tuple[object, ...]:
     Waits for no GPU: CUDA's generator counts on the host what queued kernels will draw.
     """
     of_numpy: Any = numpy.random.get_state(legacy=True)
-    _, words, *rest = of_numpy
-    on_devices = (torch.get_device_module(device).get_rng_state(device) for device in _accelerators(devices))
-    torch_states = [state.numpy().tobytes() for state in (torch.get_rng_state(), *on_devices)]
-    return random.getstate(), words.tobytes(), *rest, *torch_states
+    _, words, *numpy_numbers = of_numpy
+    torch_states = [torch.get_rng_state()]
+    torch_states += [torch.get_device_module(device).get_rng_state(device) for device in _accelerators(devices)]
+    torch_bytes = [state.numpy().tobytes() for state in torch_states]
+    return random.getstate(), words.tobytes(), *numpy_numbers, *torch_bytes
 
 
 def set_deterministic(on: bool, *, benchmark: bool | None) -> None:
     """Let torch use only operations that repeat their numbers; those that can't then raise.
 
-    benchmark: let cuDNN try algorithms and keep the fastest, which may differ from run to run; None: unless `on`.
     Call it before the first operation on a GPU, when cuBLAS reads its environment variable.
+
+    Args:
+        benchmark: Let cuDNN try algorithms and keep the fastest, which may differ from run to run. None: unless `on`.
     """
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -125,7 +135,9 @@ def set_deterministic(on: bool, *, benchmark: bool | None) -> None:
     if on != torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
         torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.deterministic = on
-    torch.backends.cudnn.benchmark = not on if benchmark is None else benchmark
+    if benchmark is None:
+        benchmark = not on
+    torch.backends.cudnn.benchmark = benchmark
 
 
 def _accelerators(devices: Sequence[torch.device]) -> list[torch.device]:

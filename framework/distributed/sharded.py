@@ -24,11 +24,11 @@ class StageLayout:
     names: frozenset[str]
     # Names of all parameters, in order.
     parameters: tuple[str, ...]
-    # Elements in all of them.
+    # The number of elements in all of them.
     num_parameters: int
-    # This rank writes its stages to checkpoints; others have copies of them.
+    # If this rank writes its stages to checkpoints. Of the ranks with a copy of them, one does.
     writes: bool
-    # This rank has the last stage.
+    # If this rank has the last stage.
     has_output: bool
 
 
@@ -58,7 +58,7 @@ def num_parameters(model: nn.Module) -> int:
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return True for a DTensor, without importing its module, which takes most of a second."""
-    # Nearly always one of these; to look for a missing attribute costs microseconds.
+    # Nearly every value is one of these, and looking for a missing attribute costs microseconds.
     if type(value) is Tensor or type(value) is nn.Parameter:
         return False
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
@@ -71,7 +71,9 @@ def is_model_sharded(model: nn.Module) -> bool:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the values of all ranks as a plain tensor. Every rank of a DTensor's mesh must call it."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    if is_dtensor(tensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -90,13 +92,16 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
         return norms[0]
     if not norms:
         return torch.zeros(())
-    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    return whole
+    on_one_device = [norm.to(norms[0].device) for norm in norms]
+    norm_of_all: Tensor = torch.linalg.vector_norm(torch.stack(on_one_device))
+    return norm_of_all
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor, detached, sharing its memory."""
-    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
+    if is_dtensor(tensor):
+        tensor = tensor.to_local()
+    return tensor.detach()
 
 
 @torch.no_grad()
@@ -110,5 +115,5 @@ def shard_like(own: Tensor, full: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     shard = distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None)
-    # Copied: the shard may be a view, which would keep all of `full`.
+    # A copy, as the shard may be a view, which would keep all of `full`.
     return torch.empty_like(own.detach(), dtype=full.dtype).copy_(shard)

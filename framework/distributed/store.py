@@ -39,11 +39,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
+# The environment variable with the secret of a run on several nodes.
 SECRET = "FRAMEWORK_RDZV_SECRET"
-"""The variable with the secret of a run on several nodes."""
-
+# The description of a process group whose collectives `StatusPage.collectives` counts too.
 COUNTED_GROUP = "counted with the default group"
-"""Description of a process group whose collectives `StatusPage.collectives` counts too."""
 
 PROBE_S = 1.0
 STORE_TIMEOUT_S = 10.0
@@ -87,9 +86,9 @@ class RunStore:
         full_key = f"{self._prefix}/{key}"
         if not self._store.check([full_key]):
             return None
-        value = self._store.get(full_key)
-        content = value[_DIGEST_CHARS:]
-        if not hmac.compare_digest(value, self._signed(full_key, content)):
+        signed_value = self._store.get(full_key)
+        content = signed_value[_DIGEST_CHARS:]
+        if not hmac.compare_digest(signed_value, self._signed(full_key, content)):
             raise UnverifiedError(key)
         return json.loads(content)
 
@@ -101,15 +100,18 @@ class RunStore:
         while (value := self.get(key)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError
+            # The pauses grow, since thousands of ranks ask one store.
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONG_POLL_S)  # thousands of ranks ask one store
+            pause_s = min(2 * pause_s, _LONG_POLL_S)
         return value
 
     def set(self, key: str, value: Any) -> None:
         """Set the value; other processes see it on return, even if this one ends then."""
-        key = f"{self._prefix}/{key}"
-        self._store.set(key, self._signed(key, json.dumps(value).encode()).decode())
-        self._store.check([key])  # `set` alone doesn't wait for the store to have read it
+        full_key = f"{self._prefix}/{key}"
+        content = json.dumps(value).encode()
+        self._store.set(full_key, self._signed(full_key, content).decode())
+        # `set` alone doesn't wait until the store has read the value; a second call does.
+        self._store.check([full_key])
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return the sum."""
@@ -120,8 +122,9 @@ class RunStore:
         if self.get("stop/signal") is None:
             self.set("stop/signal", signal_number)
 
-    def _signed(self, key: str, content: bytes) -> bytes:
-        digest = hmac.new(self._secret, f"{key} ".encode() + content, hashlib.sha256)
+    def _signed(self, full_key: str, content: bytes) -> bytes:
+        """Return the content behind the hexadecimal HMAC of the key and itself."""
+        digest = hmac.new(self._secret, f"{full_key} ".encode() + content, hashlib.sha256)
         return digest.hexdigest().encode() + content
 
 
@@ -149,9 +152,14 @@ def listen(host: str, port: int) -> socket.socket:
     nothing says by which address the other nodes know it. Raises OSError if the port is taken or the address is
     another machine's.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # with both, all clients try IPv4
-    if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback and host not in (address[0], "localhost"):
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # If there are addresses of both families, all clients try IPv4.
+    ipv4_addresses = [entry for entry in addresses if entry[0] == socket.AF_INET]
+    family, _, _, _, address = (ipv4_addresses or addresses)[0]
+
+    number, _, _scope = str(address[0]).partition("%")
+    is_loopback = ipaddress.ip_address(number).is_loopback
+    if is_loopback and host not in (address[0], "localhost"):
         address = ("", port)
     return socket.create_server(address, family=family, backlog=_BACKLOG)
 
@@ -173,7 +181,10 @@ def await_listener(host: str, port: int, *, timeout_s: float) -> str | None:
 
 
 def host_store(listener: socket.socket, host: str = LOOPBACK) -> Store:
-    """Host a store on a listening socket that `host` reaches, for as long as what is returned exists."""
+    """Host a store on a listening socket that `host` reaches, for as long as what is returned exists.
+
+    The store takes over the socket and closes it.
+    """
     from torch.distributed import TCPStore
 
     return TCPStore(
@@ -182,7 +193,7 @@ def host_store(listener: socket.socket, host: str = LOOPBACK) -> Store:
         is_master=True,
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store owns and closes it from here on
+        master_listen_fd=listener.detach(),
     )
 
 
