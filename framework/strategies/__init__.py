@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DDP", "FSDP", "AllReduce", "Butterfly", "LocalSGD", "Pipeline", "Single", "auto"]
 
-_LAZY = ("FSDP", "Pipeline")  # what they need of torch takes most of a second to import
+# Imported when they are first used: what they need of torch takes most of a second to import.
+_LAZY = ("FSDP", "Pipeline")
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from framework.errors import ConfigError
@@ -31,26 +31,31 @@ def apply_activation_checkpointing(model: nn.Module, which: str | Sequence[str] 
     """
     if which is None:
         return
-    modules = list(_repeated(model)) if which == AUTO else by_class(model, which, key=_KEY)
-    if which == AUTO and not modules:
-        raise ConfigError(
-            f"{_KEY}=auto takes what a model repeats, and {type(model).__name__} has no list or sequence with several "
-            f"modules of one class that have others in them.\nName the classes of modules: {_KEY}=[CLASS]."
-        )
+    if which == AUTO:
+        modules = list(_repeated(model))
+        if not modules:
+            raise ConfigError(
+                f"{_KEY}=auto takes what a model repeats, and {type(model).__name__} has no list or sequence with "
+                "several modules of one class that have others in them.\n"
+                f"Name the classes of modules: {_KEY}=[CLASS]."
+            )
+    else:
+        modules = by_class(model, which, key=_KEY)
     for module in modules:
         # Bound to the module, so that a copy of it computes with its own weights.
         module.forward = MethodType(_forward, module)
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks that a model repeats; nothing in them is yielded again."""
     if isinstance(module, READ_FROM_OUTSIDE):
         return
     children = list(module.children())
-    counts: Counter[type] = Counter()
+    blocks: Counter[type] = Counter()
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        counts.update(type(child) for child in children if has_forward(child) and any(child.children()))
+        blocks.update(type(child) for child in children if has_forward(child) and any(child.children()))
     for child in children:
-        if counts[type(child)] > 1:
+        if blocks[type(child)] > 1:
             yield child
         else:
             yield from _repeated(child)
@@ -58,17 +63,17 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Replace the module's forward, which its class still has."""
-    own = MethodType(type(module).forward, module)
+    original_forward = MethodType(type(module).forward, module)
 
+    # Everything is passed by position: only for positional arguments does torch save the generators of their devices,
+    # and detect changes before the backward.
     def forward(_: object, *values: Any) -> Any:
         keywords = dict(zip(kwargs, values[len(args) :], strict=True))
-        return own(*values[: len(args)], **keywords)
+        return original_forward(*values[: len(args)], **keywords)
 
-    # Pass everything by position: only for positional arguments does torch save the generators of their devices and
-    # detect changes before the backward.
     return checkpoint(
         forward,
-        _of_devices(module),
+        _one_parameter_per_device(module),
         *args,
         *kwargs.values(),
         use_reentrant=False,
@@ -77,10 +82,10 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _of_devices(module: nn.Module) -> list[nn.Parameter]:
+def _one_parameter_per_device(module: nn.Module) -> list[nn.Parameter]:
     """Return one parameter on each of the module's accelerators, so that torch saves the generators of all."""
-    on_devices = {each.device: each for each in module.parameters() if each.device.type != "cpu"}
-    return list(on_devices.values())
+    by_device = {parameter.device: parameter for parameter in module.parameters()}
+    return [parameter for device, parameter in by_device.items() if device.type != "cpu"]
 
 
 @contextmanager
@@ -89,19 +94,27 @@ def _recomputation(module: nn.Module) -> Iterator[None]:
 
     Raises ConfigError if another buffer was changed, which would happen twice in each step.
     """
-    norms = (each for each in module.modules() if isinstance(each, nn.modules.batchnorm._NormBase) and each.training)
-    statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
-    kept = {id(buffer) for buffer, _ in statistics}
-    others = [(name, each, each._version) for name, each in module.named_buffers() if id(each) not in kept]
+    statistics: list[Tensor] = []
+    for inner in module.modules():
+        if isinstance(inner, nn.modules.batchnorm._NormBase) and inner.training:
+            statistics += inner.buffers(recurse=False)
+    values_before = [buffer.clone() for buffer in statistics]
+    ids_of_statistics = {id(buffer) for buffer in statistics}
+    other_buffers = {}
+    for name, buffer in module.named_buffers():
+        if id(buffer) not in ids_of_statistics:
+            other_buffers[name] = (buffer, buffer._version)
+
+    # Torch ends most recomputations with an exception, once it has what it needs.
     try:
         yield
-    finally:  # torch ends most recomputations with an exception, once it has what it needs
+    finally:
         with torch.no_grad():
-            for buffer, before in statistics:
-                buffer.copy_(before)
-        now = dict(module.named_buffers())
-        for name, buffer, version in others:
-            if now.get(name) is not buffer or buffer._version != version:
+            for buffer, value in zip(statistics, values_before, strict=True):
+                buffer.copy_(value)
+        buffers_now = dict(module.named_buffers())
+        for name, (buffer, version) in other_buffers.items():
+            if buffers_now.get(name) is not buffer or buffer._version != version:
                 kind = type(module).__name__
                 raise ConfigError(
                     f"{_KEY}: the forward of {kind} changes its buffer {name}, and would do so twice in each step.\n"

@@ -66,7 +66,9 @@ class AllReduce(SyncedBuffers):
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> AbstractContextManager[Any]:
         """Exchange gradients at the exit, if `synchronise` and without an error; else they add up on each rank."""
         self._begin_forward(model, synchronise=synchronise)
-        return self._exchange_at_exit() if synchronise and self._exchanges_gradients() else NO_CONTEXT
+        if synchronise and self._exchanges_gradients():
+            return self._exchange_at_exit()
+        return NO_CONTEXT
 
     def observe_waiting(self, model: nn.Module, waiting: Waiting) -> bool:
         """Report each exchange as waiting: what a rank computes for it is little, and the same on all."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,20 @@ from framework.strategies.base import Strategy
 from framework.types import Waiting
 
 MB = 1 << 20
-_BROADCAST_CAP_BYTES = 250 * MB  # DDP's, at the start
+# The size that DDP uses for the broadcast at the start.
+_BROADCAST_CAP_BYTES = 250 * MB
+
+
+class _Exchange(NamedTuple):
+    """A flat tensor of gradients that is being averaged, and behind them a flag for each."""
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    # The indices of the parameters that had no gradient on this rank.
+    missing: list[int]
+    flat: Tensor
+    # What to wait for; None if it is done.
+    work: dist.Work | None
 
 
 def group_by_dtype(tensors: Iterable[Tensor], *, cap_bytes: float) -> Iterator[list[Tensor]]:
@@ -59,7 +72,8 @@ def average_gradients(
     A gradient that some ranks lack counts as zeros there; one that all lack stays None. Behind the gradients of a flat
     tensor is a flag for each. So only a rank that lacks one reads flags, which waits for the device.
 
-    begin_mean: Starts to replace a flat tensor by its mean; returns what to wait for, or None if it is done.
+    Args:
+        begin_mean: Starts to replace a flat tensor by its mean; returns what to wait for, or None if it is done.
     """
     exchanges = []
     for group in group_by_dtype(parameters, cap_bytes=cap_bytes):
@@ -69,18 +83,24 @@ def average_gradients(
             group[number].grad = torch.zeros_like(group[number])
             flags[number] = 0
         gradients = [parameter.grad for parameter in group if parameter.grad is not None]
-        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), flags])
-        exchanges.append((group, gradients, missing, flat, begin_mean(flat)))
-    for group, gradients, missing, flat, work in exchanges:
-        if work is not None:
-            work.wait()
-        *means, flags = flat.split([*(gradient.numel() for gradient in gradients), len(group)])
+        parts = [gradient.reshape(-1) for gradient in gradients]
+        flat = torch.cat([*parts, flags])
+        exchanges.append(_Exchange(group, gradients, missing, flat, begin_mean(flat)))
+
+    for exchange in exchanges:
+        if exchange.work is not None:
+            exchange.work.wait()
+        gradients = exchange.gradients
+        sizes = [gradient.numel() for gradient in gradients]
+        *means, flags = exchange.flat.split([*sizes, len(gradients)])
         shaped_means = [mean.view_as(gradient) for mean, gradient in zip(means, gradients, strict=True)]
         torch._foreach_copy_(gradients, shaped_means)
-        has_gradient = flags.tolist() if missing else []
-        for number in missing:
-            if has_gradient[number] == 0:
-                group[number].grad = None
+        if exchange.missing:
+            # The share of ranks that had a gradient. Reading it waits for the device.
+            has_gradient = flags.tolist()
+            for number in exchange.missing:
+                if has_gradient[number] == 0:
+                    exchange.parameters[number].grad = None
 
 
 @torch.no_grad()
@@ -97,20 +117,21 @@ def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = No
 class SyncedBuffers(Strategy):
     """Base of strategies with `broadcast_buffers`: averaging gradients doesn't keep BatchNorm's statistics equal.
 
-    broadcast_buffers: True gives all ranks rank 0's buffers before the first forward of a step; False leaves each rank
-        its own.
+    Args:
+        broadcast_buffers: True gives all ranks rank 0's buffers before the first forward of a step; False leaves each
+            rank its own.
     """
 
     def __init__(self, context: Context, *, broadcast_buffers: bool) -> None:
         self._context = context
         self._broadcasts_buffers = broadcast_buffers and context.world_size > 1
         self.buffers_differ = not broadcast_buffers and context.world_size > 1
-        # The next forward is the first of a step.
+        # If the next forward is the first of a step.
         self._begins_step = True
         self._waiting: Waiting | None = None
 
     def broadcast_buffers(self, model: nn.Module, *, source: int) -> None:
-        # Those of rank 0 come with the next step.
+        # Rank 0's buffers come with the next step anyway.
         if self._broadcasts_buffers and source != 0:
             self._broadcast(model, source=source)
 

@@ -25,16 +25,16 @@ NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 class StrategyCosts:
     """What a strategy takes in memory, in checkpoints and on the network: for job=plan and estimated sizes."""
 
-    # Over how many neighbouring ranks a copy of the model is sharded.
+    # The number of neighbouring ranks over which a copy of the model is sharded.
     num_shards: int = 1
     # The formats in which ranks gather weights and reduce gradients; None: as they are stored.
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     # Optimizer steps from one exchange to the next. If there are more than 1, weights are exchanged.
     exchanges_every: int = 1
-    # Gradients are copied to exchange them.
+    # If gradients are copied to exchange them.
     copies_gradients: bool = False
-    # Copies of all gradients, and of the trained weights, that are kept from step to step and in checkpoints.
+    # How many copies of all gradients, and of the trained weights, are kept from step to step and in checkpoints.
     gradients_kept: int = 0
     weight_copies: int = 0
 
@@ -77,10 +77,9 @@ class Strategy:
 
     def costs(self) -> StrategyCosts:
         """Return what the strategy takes besides one copy of the model, its gradients and the optimizer's state."""
-        # Strategies of users had these as attributes before there was this method.
-        attributes = {
-            field.name: getattr(self, field.name) for field in fields(StrategyCosts) if hasattr(self, field.name)
-        }
+        # Strategies that users wrote for earlier versions have these as attributes.
+        names = [field.name for field in fields(StrategyCosts) if hasattr(self, field.name)]
+        attributes = {name: getattr(self, name) for name in names}
         return StrategyCosts(**attributes)
 
     def check_precision(self, precision: Precision) -> None:
@@ -100,7 +99,10 @@ class Strategy:
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
         """Return the module to call in training from here on, after `requires_grad` of parameters has changed.
 
-        Called before the next step, by the ranks where it has changed. changed: name → whether it is trained now.
+        Called before the next step, by the ranks where it has changed.
+
+        Args:
+            changed: By name, whether the parameter is trained now.
         """
         raise ConfigError(
             f"requires_grad of parameters has changed during training ({described_change(changed)}), and strategy "

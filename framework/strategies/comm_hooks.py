@@ -33,7 +33,10 @@ def bf16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 HOOKS: dict[str, Hook] = {"fp16": default_hooks.fp16_compress_hook, "bf16": bf16}
-POWERSGD = "powersgd"  # has options and state
+# The hook with options and a state.
+POWERSGD = "powersgd"
+# Attributes of PowerSGDState that are equal on all ranks, unlike its errors.
+_MATRICES = ("p_memory_dict", "q_memory_dict")
 
 
 def parse_comm_hook(given: str | Mapping[str, Any] | None) -> tuple[str | None, dict[str, Any]]:
@@ -51,9 +54,6 @@ def parse_comm_hook(given: str | Mapping[str, Any] | None) -> tuple[str | None, 
             "options, as in 'strategy.comm_hook={powersgd:{matrix_approximation_rank:2}}'."
         )
     return POWERSGD, dict(given[POWERSGD] or {})
-
-
-_MATRICES = ("p_memory_dict", "q_memory_dict")  # equal on all ranks, unlike the errors
 
 
 @final
@@ -78,20 +78,24 @@ class PowerSGD:
         self.keeps_errors = bool(options.get("use_error_feedback", True))
         self._options = dict(options)
         self._context = context
-        self._fits = {"options": self._options, "bucket_cap_mb": cap_mb}  # decides the shapes of the state
+        # What decides the shapes of the state.
+        self._fits = {"options": self._options, "bucket_cap_mb": cap_mb}
         self._state: Any = None
 
     def register(self, model: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-        def one_by_one(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            # Its later exchanges are awaited in gloo's two threads, where two buckets would deadlock.
+        def one_bucket_at_a_time(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             future = powerSGD_hook(state, bucket)
             future.wait()
             return future
 
+        hook: Hook = powerSGD_hook
+        if self._context.backend == "gloo":
+            # The hook's later exchanges are awaited in gloo's two threads, where two buckets would deadlock.
+            hook = one_bucket_at_a_time
         self._state = PowerSGDState(None, **self._options)
-        model.register_comm_hook(self._state, one_by_one if self._context.backend == "gloo" else powerSGD_hook)
+        model.register_comm_hook(self._state, hook)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the errors of all ranks on rank 0: each as large as the gradients.
@@ -100,12 +104,14 @@ class PowerSGD:
         """
         state = self._state
         _, keys, *position = state.rng.get_state()
+        matrices = [_copied(getattr(state, name), "cpu") for name in _MATRICES]
+        errors = gather_to_first(_copied(state.error_dict, "cpu"), self._context)
         return {
             "fits": self._fits,
             "iter": state.iter,
             "rng": [torch.from_numpy(keys.astype("int64")), *position],
-            "memories": [_copied(getattr(state, name), "cpu") for name in _MATRICES],
-            "errors": gather_to_first(_copied(state.error_dict, "cpu"), self._context),
+            "memories": matrices,
+            "errors": errors,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -115,6 +121,7 @@ class PowerSGD:
         state.iter = saved["iter"]
         keys, *position = saved["rng"]
         state.rng.set_state(("MT19937", keys.numpy().astype("uint32"), *position))
+
         if saved["fits"] == self._fits and len(saved["errors"]) == context.world_size:
             for name, matrices in zip(_MATRICES, saved["memories"], strict=True):
                 setattr(state, name, _copied(matrices, context.device))

@@ -24,10 +24,10 @@ from framework.strategies.parameters import check_dense, check_same_change, trai
 from framework.strategies.processes import check_one_device
 from framework.types import Waiting
 
+# Torch identifies parameters without a gradient by their index among the trained ones.
 _UNUSED = re.compile(
     r"Expected to have finished reduction in the prior iteration.*for rank \d+:\s*([\d\s]*\d)", re.DOTALL
 )
-"""Torch identifies parameters without a gradient by their index among the trained ones."""
 
 
 class DDP(SyncedBuffers):
@@ -85,21 +85,19 @@ class DDP(SyncedBuffers):
         self._powersgd = None
         if self._hook == POWERSGD:
             self._powersgd = PowerSGD(hook_options, context=context, cap_mb=bucket_cap_mb)
-        # Gradients are exchanged in this backward, and no hook has reported yet when waiting for them begins.
+        # If gradients are exchanged in this backward, and no hook has reported yet when waiting for them begins.
         self._waiting_is_unreported = False
         # Exchanges of gradients so far, since the model was wrapped or a checkpoint was loaded.
         self._exchanges = 0
         # Names of parameters, as their gradients came in the first exchange.
         self._order: list[str] = []
-        # Of hooks on parameters.
+        # To remove the hooks on parameters.
         self._handles: list[RemovableHandle] = []
 
     def costs(self) -> StrategyCosts:
         keeps_errors = self._powersgd is not None and self._powersgd.keeps_errors
-        return StrategyCosts(
-            copies_gradients=not self._options["gradient_as_bucket_view"],
-            gradients_kept=1 if keeps_errors else 0,
-        )
+        copies_gradients = not self._options["gradient_as_bucket_view"]
+        return StrategyCosts(copies_gradients=copies_gradients, gradients_kept=int(keeps_errors))
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss with a hook that keeps errors of earlier gradients."""
@@ -166,7 +164,9 @@ class DDP(SyncedBuffers):
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        if not isinstance(model, DistributedDataParallel):
+            return model
+        module: nn.Module = model.module
         return module
 
     @contextmanager
@@ -263,7 +263,7 @@ def auto(*, context: Context, **options: Any) -> Single | DDP:
     return DDP(context=context, **options)
 
 
-# By which keywords are checked.
+# The signature by which keywords are checked.
 auto.__signature__ = inspect.signature(DDP)  # type: ignore[attr-defined]
 
 

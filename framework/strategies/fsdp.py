@@ -66,22 +66,27 @@ class FSDP(SyncedBuffers):
         check_one_device(context, option="strategy=fsdp")
         check_gpus_are_connected(context, option="strategy=fsdp")
         super().__init__(context, broadcast_buffers=broadcast_buffers)
-        # Names of classes to wrap; None for `auto`.
+        # The names of the classes to wrap; None for `auto`.
         self._classes: frozenset[str] | None = None
-        if wrap != AUTO:
-            self._classes = frozenset([wrap] if isinstance(wrap, str) else wrap)
+        if isinstance(wrap, str):
+            if wrap != AUTO:
+                self._classes = frozenset([wrap])
+        else:
+            self._classes = frozenset(wrap)
         self._min_num_params = min_num_params
         self._reshard_after_forward = reshard_after_forward
         self._policy = _parse_policy(mp_policy)
         self._num_shards = _shard_degree(data_parallel_shard_degree, context)
-        if cpu_offload and (not context.topology.gpus_per_node or self._num_shards < context.world_size):
+        has_copies = self._num_shards < context.world_size
+        if cpu_offload and (has_copies or not context.topology.gpus_per_node):
             raise ConfigError(
                 "strategy.cpu_offload=true is for GPUs, and for one copy of the model over all processes.\n"
                 "Use strategy.cpu_offload=false, or strategy.data_parallel_shard_degree=null on GPUs."
             )
-        self._offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+        self._offload_policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
         self.exchanges_on_cpu = cpu_offload
         self.shard_index = context.rank % self._num_shards
+        # If FSDP reduces gradients in the next backward.
         self._synchronises = True
 
     def costs(self) -> StrategyCosts:
@@ -106,14 +111,16 @@ class FSDP(SyncedBuffers):
         parameter without dimensions.
         """
         for parameter in model.parameters():
-            # As it is gathered, also with trainer.channels_last.
+            # FSDP needs contiguous parameters, and trainer.channels_last makes others.
             parameter.data = parameter.data.contiguous()
         check_dense(model, strategy="fsdp")
         modules = self._modules_to_wrap(model)
         if self._context.world_size > 1:
-            # As DDP does: ranks begin with the same weights, even if the model draws others.
+            # As with DDP, ranks begin with the same weights, even if each one's model has drawn its own.
             broadcast([*model.parameters(), *model.buffers()])
+
         mesh = self._make_mesh()
+        # The type in which the weights are stored.
         dtype = next((parameter.dtype for parameter in model.parameters()), None)
         for module in modules:
             fully_shard(
@@ -121,7 +128,7 @@ class FSDP(SyncedBuffers):
                 mesh=mesh,
                 reshard_after_forward=self._reshard_after_forward,
                 mp_policy=_policy_of(module, self._policy, dtype=dtype, is_model=module is model),
-                offload_policy=self._offload,
+                offload_policy=self._offload_policy,
             )
         model.register_forward_hook(_reshard_without_backward)
         return model
@@ -141,56 +148,57 @@ class FSDP(SyncedBuffers):
         return NO_CONTEXT
 
     def _modules_to_wrap(self, model: nn.Module) -> list[nn.Module]:
-        """Return them, children before their parents, the model itself last."""
+        """Return the modules to wrap, children before their parents, the model itself last."""
         if self._classes is None:
-            chosen = set(_by_size(model, self._min_num_params))
+            to_wrap = set(_by_size(model, self._min_num_params))
         else:
-            chosen = set(by_class(model, self._classes, key="strategy.wrap"))
+            to_wrap = set(by_class(model, self._classes, key="strategy.wrap"))
         if self._policy.param_dtype is not None:
-            # Those with statistics have a policy of their own.
-            chosen.update(module for module in model.modules() if _has_statistics(module))
-        chosen.discard(model)
+            # Modules with statistics have a policy of their own, so each is wrapped by itself.
+            to_wrap.update(module for module in model.modules() if _has_statistics(module))
+        to_wrap.add(model)
         children_first = reversed(list(model.modules()))
-        return [module for module in children_first if module in chosen] + [model]
+        return [module for module in children_first if module in to_wrap]
 
     def _make_mesh(self) -> DeviceMesh:
         """Return the mesh of all ranks; with several copies its first dimension is that of the copies."""
         context = self._context
-        # Given explicitly: torch would take a GPU if there is one, even for a run on the CPU.
-        kind = context.device.type
-        # Groups of our own: those that init_device_mesh makes have torch's time-out, half an hour.
+        # Named explicitly: torch would take a GPU if there is one, even for a run on the CPU.
+        device_type = context.device.type
+        # The groups are made here, because those that init_device_mesh makes have torch's time-out, half an hour.
         if self._num_shards == context.world_size:
             default_group = dist.distributed_c10d._get_default_group()
-            mesh = DeviceMesh.from_group(default_group, kind, mesh_dim_names=("shard",))
+            mesh = DeviceMesh.from_group(default_group, device_type, mesh_dim_names=("shard",))
         else:
             # A row for each copy of the model; ranks in a column have the same shard.
             ranks = torch.arange(context.world_size).view(-1, self._num_shards)
             replicate_group = new_subgroup(ranks.T.tolist(), context)
             shard_group = new_subgroup(ranks.tolist(), context)
             mesh = DeviceMesh.from_group(
-                [replicate_group, shard_group], kind, ranks, mesh_dim_names=("replicate", "shard")
+                [replicate_group, shard_group], device_type, ranks, mesh_dim_names=("replicate", "shard")
             )
         self.groups = mesh.get_all_groups()
         return mesh
 
 
-def _shard_degree(given: int | str | None, context: Context) -> int:
-    world = context.world_size
-    if given is None or world == 1:
-        return world
-    if given == AUTO:
+def _shard_degree(degree: int | str | None, context: Context) -> int:
+    """Return over how many ranks a copy of the model is sharded."""
+    world_size = context.world_size
+    if degree is None or world_size == 1:
+        return world_size
+    if degree == AUTO:
         return context.topology.procs_per_node
-    if type(given) is not int or given < 1 or world % given:
-        divisors = ", ".join(str(number) for number in range(1, world + 1) if world % number == 0)
+    if type(degree) is not int or degree < 1 or world_size % degree:
+        divisors = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
         raise TopologyError(
-            f"strategy.data_parallel_shard_degree={given} doesn't divide the {world} processes into copies of the "
-            f"model.\nUse one of {divisors}; auto, for those of a node; or null, for one copy over all."
+            f"strategy.data_parallel_shard_degree={degree} doesn't divide the {world_size} processes into copies of "
+            f"the model.\nUse one of {divisors}; auto, for those of a node; or null, for one copy over all."
         )
-    return given
+    return degree
 
 
-def _by_size(model: nn.Module, at_least: int) -> Iterator[nn.Module]:
-    """Yield modules with `at_least` parameters that are in no module yielded before, children before their parents."""
+def _by_size(model: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
+    """Yield each module with so many parameters that are in no module yielded before, children before their parents."""
     uses = _count_uses(model)
     excluded = _never_wrapped(model)
     # Ids of the parameters in the modules yielded before.
@@ -198,11 +206,13 @@ def _by_size(model: nn.Module, at_least: int) -> Iterator[nn.Module]:
     for module in reversed(list(model.modules())):
         if module in excluded or not has_forward(module):
             continue
+        # The sizes of its parameters that aren't taken, by id.
         sizes = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
+        # A parameter that modules outside use too must be gathered for them: it is left to a module that has all of
+        # its users in it.
         uses_inside = _count_uses(module)
-        # A parameter that others use too must be gathered for them: it is left to a module that has all of them in it.
-        is_used_outside = any(uses[each] != uses_inside[each] for each in sizes)
-        if sum(sizes.values()) >= at_least and not is_used_outside:
+        is_used_outside = any(uses[parameter_id] != uses_inside[parameter_id] for parameter_id in sizes)
+        if sum(sizes.values()) >= min_num_params and not is_used_outside:
             taken.update(sizes)
             yield module
 
@@ -213,7 +223,7 @@ def _never_wrapped(model: nn.Module) -> set[nn.Module]:
     for module in model.modules():
         if isinstance(module, READ_FROM_OUTSIDE):
             modules.update(inner for inner in module.modules() if inner is not module)
-        # Its output is a view, and torch warns of what may be done to one that a wrapped module gave.
+        # Attention returns a view, and torch warns of changing a view that a wrapped module returned.
         if isinstance(module, nn.MultiheadAttention):
             modules.add(module)
     return modules
@@ -228,7 +238,10 @@ def _count_uses(model: nn.Module) -> Counter[int]:
 
 
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
-    """Free gathered weights after a forward without a backward; the model's own would stay, in place of its shards."""
+    """Free gathered weights after a forward without a backward, as in evaluation.
+
+    The weights that the model itself has would stay in place of its shards, since only a backward would free them.
+    """
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -240,37 +253,39 @@ def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _parse_policy(given: Any) -> MixedPrecisionPolicy:
+def _parse_policy(policy: Any) -> MixedPrecisionPolicy:
     """Return the policy of `{param_dtype: NAME, reduce_dtype: NAME}`. Raises ConfigError for another key or name."""
-    if given is None:
+    if policy is None:
         return MixedPrecisionPolicy()
     keys = ("param_dtype", "reduce_dtype")
     names = (None, *_DTYPES)
-    if not isinstance(given, Mapping) or not all(key in keys and name in names for key, name in given.items()):
+    if not isinstance(policy, Mapping) or not all(key in keys and name in names for key, name in policy.items()):
         raise ConfigError(
-            f"strategy.mp_policy={given}: it has param_dtype and reduce_dtype, each one of {', '.join(_DTYPES)}, or "
+            f"strategy.mp_policy={policy}: it has param_dtype and reduce_dtype, each one of {', '.join(_DTYPES)}, or "
             "null."
         )
     return MixedPrecisionPolicy(
-        param_dtype=_DTYPES.get(str(given.get("param_dtype"))),
-        reduce_dtype=_DTYPES.get(str(given.get("reduce_dtype"))),
+        param_dtype=_DTYPES.get(str(policy.get("param_dtype"))),
+        reduce_dtype=_DTYPES.get(str(policy.get("reduce_dtype"))),
     )
 
 
 def _policy_of(
     module: nn.Module, policy: MixedPrecisionPolicy, *, dtype: torch.dtype | None, is_model: bool
 ) -> MixedPrecisionPolicy:
-    """Return the policy of a module. The model returns its weights' `dtype`, in which a loss is computed.
+    """Return the policy of a module, given the type in which the model's weights are stored.
 
-    Modules with statistics take short inputs, but keep their weights as they are: they must be of the same type.
+    The model itself returns that type, since a loss is computed in it. Modules with statistics keep their weights in
+    it, the type of the statistics, but take inputs of the lower precision.
     """
     if policy.param_dtype in (None, dtype):
         return policy
-    # Given explicitly, since versions of torch differ in their default.
+    # Named explicitly, since versions of torch differ in their default.
     reduce_dtype = policy.reduce_dtype or dtype
     if _has_statistics(module):
         return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    return replace(policy, reduce_dtype=reduce_dtype, output_dtype=dtype if is_model else None)
+    output_dtype = dtype if is_model else None
+    return replace(policy, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
 
 
 def _has_statistics(module: nn.Module) -> bool:

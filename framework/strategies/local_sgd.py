@@ -67,10 +67,11 @@ class LocalSGD(AllReduce):
         self._every = every_n_steps
         self._warmup = warmup_steps
         self._outer: dict[str, Any] = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
-        # In the order of the trained parameters; empty until ranks step by themselves.
+        # By name, in the order of the trained parameters; empty until ranks step by themselves.
         self._anchors: dict[str, Tensor] = {}
-        # Of the outer SGD; empty if it has none.
+        # The momentum of the outer SGD, by name; empty if it has none.
         self._momentum: dict[str, Tensor] = {}
+        # Optimizer steps done.
         self._steps = 0
         # The rank whose buffers are broadcast with the next average.
         self._source = 0
@@ -97,8 +98,10 @@ class LocalSGD(AllReduce):
     @property
     def steps_to_exchange(self) -> int:  # type: ignore[override]
         """Steps until the next exchange, in which every rank takes part."""
-        past = self._steps - self._warmup
-        return 1 if past < 0 else self._every - past % self._every
+        steps_after_warmup = self._steps - self._warmup
+        if steps_after_warmup < 0:
+            return 1
+        return self._every - steps_after_warmup % self._every
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
         """Return the same module. Weights are averaged first, so that those frozen now are equal on all ranks.
@@ -124,8 +127,8 @@ class LocalSGD(AllReduce):
     def after_update(self, model: nn.Module) -> None:
         """Count the step, and average the weights if it is time. Every rank must call it."""
         self._steps += 1
-        past = self._steps - self._warmup
-        if past > 0 and past % self._every == 0:
+        steps_after_warmup = self._steps - self._warmup
+        if steps_after_warmup > 0 and steps_after_warmup % self._every == 0:
             self._average(model)
 
     def broadcast_buffers(self, model: nn.Module, *, source: int) -> None:
@@ -145,13 +148,18 @@ class LocalSGD(AllReduce):
         The weights may be averages over steps: their mean is the average of the mean. Takes memory for a copy of the
         trained weights and the buffers. Every rank must call it.
         """
-        weights: list[Tensor] = list(self._trained.values()) if self._anchors else []
-        buffers = list(model.buffers()) if self._broadcasts_buffers else []
-        replaced = [*weights, *buffers]
+        weights: list[Tensor] = []
+        if self._anchors:
+            weights += self._trained.values()
+        buffers: list[Tensor] = []
+        if self._broadcasts_buffers:
+            buffers += model.buffers()
+        replaced = weights + buffers
         own_values = [tensor.detach().clone() for tensor in replaced]
         with torch.no_grad():
             if weights:
-                torch._foreach_copy_(weights, torch._foreach_sub(list(self._anchors.values()), self._outer_gradients()))
+                means = torch._foreach_sub(list(self._anchors.values()), self._outer_gradients())
+                torch._foreach_copy_(weights, means)
             broadcast(buffers, source=self._source)
         try:
             yield
@@ -182,13 +190,14 @@ class LocalSGD(AllReduce):
         """Take the weights, which are equal on all ranks now, as anchors."""
         self._anchors = {name: weight.detach().clone() for name, weight in self._trained.items()}
         if self._outer["momentum"]:
-            before = self._momentum
-            self._momentum = {
-                name: before.get(name, torch.zeros_like(anchor)) for name, anchor in self._anchors.items()
-            }
+            momentum_before = self._momentum
+            self._momentum = {}
+            for name, anchor in self._anchors.items():
+                self._momentum[name] = momentum_before.get(name, torch.zeros_like(anchor))
 
     @torch.no_grad()
     def _average(self, model: nn.Module) -> None:
+        """Take a step of the outer optimizer, and give all ranks its weights."""
         anchors = list(self._anchors.values())
         momentum: list[Tensor | None] = [self._momentum.get(name) for name in self._anchors]
         with self._reported_as_waiting():
@@ -201,6 +210,7 @@ class LocalSGD(AllReduce):
     def _outer_gradients(self) -> list[Tensor]:
         """Return each anchor minus the mean of the ranks' weights."""
         anchors = self._anchors.values()
+        # `average_gradients` averages what is in `grad`.
         for anchor, weight in zip(anchors, self._trained.values(), strict=True):
             anchor.grad = anchor - weight
         if not self._is_alone:

@@ -69,7 +69,8 @@ def check_dense(model: nn.Module, *, strategy: str) -> None:
 def check_same_change(changed: Mapping[str, bool], context: Context, *, group: dist.ProcessGroup | None = None) -> None:
     """Raise RunError on every rank of `group` (None: of the run) if they don't all train the same parameters now.
 
-    changed: name → whether it is trained now, for the parameters where that has changed.
+    Args:
+        changed: By name, whether the parameter is trained now; only those where that has changed.
     """
     changes = gather_to_all(dict(changed), context, group=group)
     if all(change == changed for change in changes):
@@ -96,8 +97,10 @@ def described_change(changed: Mapping[str, bool]) -> str:
 
 def first_few(names: Sequence[str]) -> str:
     """Return the first names, and how many more there are, for messages."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    text = ", ".join(names[:_SHOWN])
+    if len(names) > _SHOWN:
+        text += f" and {len(names) - _SHOWN} more"
+    return text
 
 
 @final

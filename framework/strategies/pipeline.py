@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, NoReturn, final
@@ -31,10 +32,11 @@ _SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
 }
-_MICROBATCHES_PER_RANK = 4  # GPipe's rule for little idle time
+# GPipe's rule for little idle time.
+_MICROBATCHES_PER_RANK = 4
 
+# Shapes and types of the tensors that the model takes.
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Of the tensors that a stage takes."""
 
 
 @final
@@ -79,23 +81,26 @@ class Pipeline(Strategy):
         self.num_stages: int
         self.num_stages, self._ranks = _size_of(schedule, num_stages, stages_per_rank, context)
         copies = max(context.world_size // self._ranks, 1)
-        self._microbatches = _MICROBATCHES_PER_RANK * self._ranks if num_microbatches is None else num_microbatches
-        if self._microbatches < 1:
-            raise ConfigError(f"strategy.num_microbatches={self._microbatches} is below 1.")
+        if num_microbatches is None:
+            num_microbatches = _MICROBATCHES_PER_RANK * self._ranks
+        if num_microbatches < 1:
+            raise ConfigError(f"strategy.num_microbatches={num_microbatches} is below 1.")
+        self._num_microbatches = num_microbatches
         self._context = context
         self._position, copy = divmod(context.rank, copies)
         self.shard_index = self._position
-        self._share = DataShare(copy, copies, self._microbatches if context.world_size > 1 else 1)
+        splits = num_microbatches if context.world_size > 1 else 1
+        self._share = DataShare(copy, copies, splits)
         self._cap_bytes = bucket_cap_mb * MB
-        # Ranks with the same stages.
+        # The ranks with the same stages, if there are several copies, and the ranks of this rank's pipeline.
         self._copies_group: dist.ProcessGroup | None = None
         self._pipeline_group: dist.ProcessGroup | None = None
-        # This rank's, by number.
+        # The stages of this rank, by index.
         self._stages: dict[int, nn.Module] = {}
         # Modules that stages have around the model's own.
         self._wrappers: list[nn.Module] = []
         self._examples_for = cache(self._find_examples)
-        # Of full windows, and of the short one that ends an epoch.
+        # Two schedules are kept: that of full windows, and that of the short one that ends an epoch.
         self._schedule_for = lru_cache(maxsize=2)(self._make_schedule)
         # The loss function of the current window.
         self._loss: Any = None
@@ -105,11 +110,10 @@ class Pipeline(Strategy):
 
     def costs(self) -> StrategyCosts:
         is_split = self._context.world_size > 1
-        return StrategyCosts(
-            num_shards=self._ranks if is_split else 1,
-            # Only several pipelines exchange gradients.
-            copies_gradients=self._share.world_size > 1,
-        )
+        num_shards = self._ranks if is_split else 1
+        # Only several pipelines exchange gradients.
+        has_copies = self._share.world_size > 1
+        return StrategyCosts(num_shards=num_shards, copies_gradients=has_copies)
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss."""
@@ -141,32 +145,30 @@ class Pipeline(Strategy):
             )
         if copies > 1:
             check_dense(model, strategy="pipeline")
+
+        # Keep this rank's stages.
         stages = split_into_stages(model, self.num_stages)
-        own = range(self._position, self.num_stages, self._ranks)
-        # Of the whole model: other stages are dropped below.
-        layout = StageLayout(
-            names=frozenset(model.state_dict()),
-            parameters=tuple(name for name, _ in model.named_parameters()),
-            num_parameters=sum(each.numel() for each in model.parameters()),
-            writes=self._share.rank == 0,
-            has_output=self.num_stages - 1 in own,
-        )
-        set_layout(model, layout)
-        self._stages = {index: stages[index] for index in own}
+        self._stages = {index: stages[index] for index in range(self._position, self.num_stages, self._ranks)}
         modules_of_model = set(model.modules())
         self._wrappers = []
         for stage in self._stages.values():
             self._wrappers += [module for module in stage.modules() if module not in modules_of_model]
+        # The layout is that of the whole model, so it is taken before the other stages are dropped.
+        set_layout(model, self._layout_of_whole(model))
         drop_other_stages(model, self._stages.values())
         model.to(context.device)
+
+        # Connect it with the ranks of its pipeline, and with those that have the same stages.
         pipelines = [range(copy, context.world_size, copies) for copy in range(copies)]
         self._pipeline_group = new_subgroup(pipelines, context)
         self.groups = [self._pipeline_group]
         if copies > 1:
-            begins = range(0, context.world_size, copies)
-            self._copies_group = new_subgroup([range(begin, begin + copies) for begin in begins], context)
+            first_copies = range(0, context.world_size, copies)
+            same_stages = [range(first, first + copies) for first in first_copies]
+            self._copies_group = new_subgroup(same_stages, context)
             self.groups = [self._pipeline_group, self._copies_group]
             broadcast([*model.parameters(), *model.buffers()], group=self._copies_group)
+
         model.forward = partial(self._forward, model)
         model.compile = self._compile  # type: ignore[method-assign]
         return model
@@ -180,6 +182,25 @@ class Pipeline(Strategy):
         if self._copies_group is not None:
             check_same_change(changed, self._context, group=self._copies_group)
         return model
+
+    def _layout_of_whole(self, model: nn.Module) -> StageLayout:
+        return StageLayout(
+            names=frozenset(model.state_dict()),
+            parameters=tuple(name for name, _ in model.named_parameters()),
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            writes=self._share.rank == 0,
+            has_output=self._has_last_stage(),
+        )
+
+    def _has_first_stage(self) -> bool:
+        return 0 in self._stages
+
+    def _has_last_stage(self) -> bool:
+        return self.num_stages - 1 in self._stages
+
+    def _rank_of(self, stage: int) -> int:
+        """Return which rank of the pipeline has this stage."""
+        return stage % self._ranks
 
     def before_evaluation(self, model: nn.Module) -> None:
         """Give all copies the first one's buffers."""
@@ -197,59 +218,66 @@ class Pipeline(Strategy):
     ) -> Tensor:
         """Run forward and backward of all micro-batches; gradients are then the mean over the global batch."""
         device = self._context.device
-        micro_batches = [MicroBatch(precision.convert_batch(each), count) for each, count in window.micro_batches]
+        micro_batches = [MicroBatch(precision.convert_batch(batch), count) for batch, count in window.micro_batches]
         mark(RankPhase.FORWARD)
-        mark(RankPhase.BACKWARD)  # in which one rank may wait for another
+        # The phase in which one rank may wait for another.
+        mark(RankPhase.BACKWARD)
         self._share_buffers(model)
         self._sync_training_mode(model)
+
         # Torch's schedules need a fixed number of micro-batches of one size: so micro-batches are padded with rows, and
         # the window with micro-batches. Stages and the task see the real rows only: padding gets no gradient, and
         # doesn't count in BatchNorm's statistics.
-        number = -(-len(micro_batches) // self._microbatches) * self._microbatches
+        num_microbatches = math.ceil(len(micro_batches) / self._num_microbatches) * self._num_microbatches
         inputs = [_inputs_of(micro.batch, task=task, precision=precision, device=device) for micro in micro_batches]
         # The largest of this window, not of those before, which a resumed run hasn't seen.
         num_rows = max(len(tensors[0]) for tensors in inputs)
-        shapes = tuple(((num_rows, *each.shape[1:]), each.dtype) for each in inputs[0])
-        real_rows = [0] * number
+        shapes = tuple(((num_rows, *tensor.shape[1:]), tensor.dtype) for tensor in inputs[0])
+        real_rows = [0] * num_microbatches
         for index, micro in enumerate(micro_batches):
             # A micro-batch without samples is a stand-in, which has rows.
             if micro.num_samples:
                 real_rows[index] = len(inputs[index][0])
+
         scale = self._share.world_size / window.global_count
-        # Stays 0 except on the rank with the last stage.
+        # The loss of the last micro-batch; it stays 0 except on the rank with the last stage.
         last_loss = torch.zeros((), device=device)
 
         def weighted_loss(output: Any, position: Tensor) -> Tensor:
+            """Return the loss of the micro-batch at this position, given the last stage's output for it."""
             nonlocal last_loss
             index = int(position)
-            real = _first_rows(output, real_rows[index])
-            if not real_rows[index]:
-                return sum((each.sum() for each in _as_tuple(real)), torch.zeros((), device=device))
-            stand_in: Any = _ModelStandIn(output=real)
+            real_output = _first_rows(output, real_rows[index])
+            if real_rows[index] == 0:
+                # Zero, and a backward passes through it to the stages.
+                return sum((tensor.sum() for tensor in _as_tuple(real_output)), torch.zeros((), device=device))
+            stand_in: Any = _ModelStandIn(output=real_output)
             with precision.autocast():
                 step_output = task.training_step(stand_in, micro_batches[index].batch)
             # In the type in which the other ranks receive it.
             last_loss = step_output.loss.detach().float()
             return add(step_output, micro_batches[index].num_samples, scale)
 
-        self._loss = weighted_loss
-        schedule, stages = self._schedule_for(shapes, number, precision)  # type: ignore[arg-type]  # hashed by identity
+        # The schedule is cached by the identity of `precision`.
+        schedule, stages = self._schedule_for(shapes, num_microbatches, precision)  # type: ignore[arg-type]
         for stage in stages:
             stage.real_rows = iter(real_rows)
-        args: tuple[Tensor, ...] = ()
-        if 0 in self._stages:
-            padded = [[_padded(each, num_rows) for each in tensors] for tensors in inputs]
-            padded += padded[-1:] * (number - len(padded))
-            args = tuple(torch.cat(column) for column in zip(*padded, strict=True))
-        position = torch.arange(number) if self.num_stages - 1 in self._stages else None
-        schedule.step(*args, target=position, return_outputs=False)
+        first_inputs: tuple[Tensor, ...] = ()
+        if self._has_first_stage():
+            first_inputs = _padded_window(inputs, num_rows=num_rows, num_microbatches=num_microbatches)
+        positions = None
+        if self._has_last_stage():
+            positions = torch.arange(num_microbatches)
+        self._loss = weighted_loss
+        schedule.step(*first_inputs, target=positions, return_outputs=False)
         self._loss = None
+
         if self._copies_group is not None:
             trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
             begin_mean = partial(begin_all_reduce_mean, group=self._copies_group)
             average_gradients(trained, cap_bytes=self._cap_bytes, begin_mean=begin_mean)
-        # The last stage's loss, to every rank of the pipeline.
-        dist.broadcast(last_loss, group=self._pipeline_group, group_src=(self.num_stages - 1) % self._ranks)
+        # Give the last stage's loss to every rank of the pipeline.
+        dist.broadcast(last_loss, group=self._pipeline_group, group_src=self._rank_of(self.num_stages - 1))
         return last_loss
 
     @torch.no_grad()
@@ -271,23 +299,23 @@ class Pipeline(Strategy):
         """
         self._sync_training_mode(model)
         hidden = _check_inputs(inputs)
-        examples = self._examples_for(tuple((tuple(each.shape), each.dtype) for each in hidden))
-        for number, stage in self._stages.items():
-            if number > 0 and number - 1 not in self._stages:
-                hidden = self._zeros_like(examples[number])
+        examples = self._examples_for(_shapes_of(hidden))
+        for index, stage in self._stages.items():
+            if index > 0 and index - 1 not in self._stages:
+                hidden = self._zeros_like(examples[index])
                 for tensor in hidden:
-                    dist.recv(tensor, group=self._pipeline_group, group_src=(number - 1) % self._ranks)
+                    dist.recv(tensor, group=self._pipeline_group, group_src=self._rank_of(index - 1))
             hidden = _as_tuple(stage(*hidden))
-            if number + 1 < self.num_stages and number + 1 not in self._stages:
+            if index + 1 < self.num_stages and index + 1 not in self._stages:
                 for tensor in hidden:
-                    dist.send(tensor.contiguous(), group=self._pipeline_group, group_dst=(number + 1) % self._ranks)
-        if self.num_stages - 1 not in self._stages:
+                    dist.send(tensor.contiguous(), group=self._pipeline_group, group_dst=self._rank_of(index + 1))
+        if not self._has_last_stage():
             hidden = self._zeros_like(examples[-1])
-        return hidden[0] if isinstance(examples[-1], Tensor) else hidden
+        return _in_form_of(examples[-1], hidden)
 
     def _zeros_like(self, example: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return zeros of these shapes on this rank's device."""
-        return tuple(torch.zeros_like(each, device=self._context.device) for each in _as_tuple(example))
+        return tuple(torch.zeros_like(tensor, device=self._context.device) for tensor in _as_tuple(example))
 
     def _sync_training_mode(self, model: nn.Module) -> None:
         """Put modules that stages have around the model's own into its mode, training or evaluation."""
@@ -301,36 +329,44 @@ class Pipeline(Strategy):
 
     @torch.no_grad()
     def _find_examples(self, inputs: _Shapes) -> list[Tensor | tuple[Tensor, ...]]:
-        """Return each stage's input and the last stage's output, as meta tensors, found by a forward of zeros.
+        """Return the input of each stage and, at the end, the last stage's output, as meta tensors.
+
+        They are found by a forward of zeros.
 
         Every rank of the pipeline must call it. Modules run in eval mode, and generators keep their state.
         """
         context = self._context
-        devices = [] if context.device.type == "cpu" else [context.device]
+        devices = []
+        if context.device.type != "cpu":
+            devices.append(context.device)
         examples: list[Tensor | tuple[Tensor, ...]] = [_on_meta(inputs)]
-        for number in range(self.num_stages):
+        for index in range(self.num_stages):
             example: Tensor | tuple[Tensor, ...] = ()
-            if number in self._stages:
-                stage = self._stages[number]
-                training = [module for module in stage.modules() if module.training]
+            if index in self._stages:
+                stage = self._stages[index]
+                modules_in_training = [module for module in stage.modules() if module.training]
                 stage.eval()
                 with torch.random.fork_rng(devices=devices, device_type=context.device.type):
                     output = stage(*self._zeros_like(examples[-1]))
-                for module in training:
+                for module in modules_in_training:
                     module.training = True
-                outputs = _on_meta((tuple(each.shape), each.dtype) for each in _as_tuple(output))
-                example = outputs[0] if isinstance(output, Tensor) else outputs
-            source = number % self._ranks
+                example = _in_form_of(output, _on_meta(_shapes_of(_as_tuple(output))))
+            source = self._rank_of(index)
             examples.append(broadcast_object(example, context, source=source, group=self._pipeline_group))
         return examples
 
-    def _make_schedule(self, shapes: _Shapes, number: int, precision: NumberFormats) -> tuple[Any, list[_PaddedStage]]:
+    def _make_schedule(
+        self, shapes: _Shapes, num_microbatches: int, precision: NumberFormats
+    ) -> tuple[Any, list[_PaddedStage]]:
+        """Return a schedule for windows of so many micro-batches, and this rank's stages in it."""
         with precision.autocast():
             examples = self._examples_for(shapes)
-        stages = {index: _PaddedStage(stage, precision, examples[index + 1]) for index, stage in self._stages.items()}
-        placed = [
-            PipelineStage(
-                stage,
+        padded_stages = []
+        pipeline_stages = []
+        for index, stage in self._stages.items():
+            padded_stage = _PaddedStage(stage, precision, example=examples[index + 1])
+            pipeline_stage = PipelineStage(
+                padded_stage,
                 index,
                 self.num_stages,
                 self._context.device,
@@ -339,73 +375,92 @@ class Pipeline(Strategy):
                 output_args=_stage_args(examples[index + 1], have_gradients=True),
                 group=self._pipeline_group,
             )
-            for index, stage in stages.items()
-        ]
-        kind = _SCHEDULES[self._schedule]
-        schedule = kind(
-            placed if kind is ScheduleInterleaved1F1B else placed[0],
-            n_microbatches=number,
+            padded_stages.append(padded_stage)
+            pipeline_stages.append(pipeline_stage)
+
+        schedule_class = _SCHEDULES[self._schedule]
+        takes_several = schedule_class is ScheduleInterleaved1F1B
+        schedule = schedule_class(
+            pipeline_stages if takes_several else pipeline_stages[0],
+            n_microbatches=num_microbatches,
             # Looked up at each call: a cached schedule serves many windows.
             loss_fn=lambda output, position: self._loss(output, position),
             scale_grads=False,
         )
-        return schedule, list(stages.values())
+        return schedule, padded_stages
 
 
 def _size_of(schedule: str, num_stages: int | None, stages_per_rank: int | None, context: Context) -> tuple[int, int]:
     """Return the numbers of stages and of ranks of a pipeline. A single process is never refused: it may evaluate."""
     if schedule not in _SCHEDULES:
         raise ConfigError(f"strategy.schedule={schedule}: must be one of {', '.join(_SCHEDULES)}.")
-    world = context.world_size
+    num_ranks = context.world_size
     has_several = schedule == "interleaved"
-    per_rank = stages_per_rank
-    if per_rank is None:
-        per_rank = 2 if has_several else 1
-    if per_rank < 1 or (per_rank > 1) is not has_several:
+    if stages_per_rank is None:
+        stages_per_rank = 2 if has_several else 1
+    if stages_per_rank < 1 or (stages_per_rank > 1) is not has_several:
         raise ConfigError(
-            f"strategy.stages_per_rank={per_rank}: schedule=interleaved has 2 or more stages on each rank, the others "
-            "1."
+            f"strategy.stages_per_rank={stages_per_rank}: schedule=interleaved has 2 or more stages on each rank, the "
+            "others 1."
         )
-    stages = per_rank * world if num_stages is None else num_stages
-    ranks, rest = divmod(stages, per_rank)
-    if ranks < 1 or rest:
-        raise ConfigError(f"strategy.num_stages={stages} isn't a multiple of strategy.stages_per_rank={per_rank}.")
-    if world > 1 and (ranks == 1 or world % ranks):
+    if num_stages is None:
+        num_stages = stages_per_rank * num_ranks
+    ranks, remainder = divmod(num_stages, stages_per_rank)
+    if ranks < 1 or remainder:
+        raise ConfigError(
+            f"strategy.num_stages={num_stages} isn't a multiple of strategy.stages_per_rank={stages_per_rank}."
+        )
+    if num_ranks > 1 and (ranks == 1 or num_ranks % ranks):
         needed = max(ranks, 2)
-        gpus = f" trainer.gpus={needed}" if context.topology.gpus_per_node else ""
+        keys = f"topology.procs_per_node={needed}"
+        if context.topology.gpus_per_node:
+            keys += f" trainer.gpus={needed}"
         raise TopologyError(
-            f"strategy.num_stages={stages} makes pipelines of {ranks} processes, and {world} processes need pipelines "
-            f"of 2 or more that divide them.\nUse topology.procs_per_node={needed}{gpus}, or other stages."
+            f"strategy.num_stages={num_stages} makes pipelines of {ranks} processes, and {num_ranks} processes need "
+            f"pipelines of 2 or more that divide them.\nUse {keys}, or other stages."
         )
-    return stages, ranks
+    return num_stages, ranks
 
 
-def _on_meta(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Tensor, ...]:
+def _shapes_of(tensors: Iterable[Tensor]) -> _Shapes:
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def _on_meta(shapes: _Shapes) -> tuple[Tensor, ...]:
     """Return contiguous tensors of these shapes on the meta device."""
     return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes)
 
 
+def _in_form_of(example: object, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    """Return the tensor alone if `example` is one, else the tuple."""
+    if isinstance(example, Tensor):
+        return tensors[0]
+    return tensors
+
+
 def _check_inputs(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return them. Raises TargetError unless all are tensors with the same number of samples."""
-    sizes = {each.shape[0] if isinstance(each, Tensor) and each.ndim else None for each in inputs}
-    if not inputs or None in sizes or len(sizes) > 1:
-        given = ", ".join(map(_kind_of, inputs))
+    are_tensors = all(isinstance(value, Tensor) and value.ndim for value in inputs)
+    if not inputs or not are_tensors or len({len(tensor) for tensor in inputs}) > 1:
+        kinds = ", ".join(_kind_of(value) for value in inputs)
         raise TargetError(
             f"strategy=pipeline calls the model with tensors whose first dimension is the sample, and the task passed "
-            f"{given or 'nothing'}."
+            f"{kinds or 'nothing'}."
         )
     return tuple(inputs)
 
 
 def _kind_of(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def _as_tuple(output: Any) -> tuple[Tensor, ...]:
     """Return a stage's output as a tuple. Raises TargetError if it is neither a tensor nor a tuple of tensors."""
     if isinstance(output, Tensor):
         return (output,)
-    if isinstance(output, (tuple, list)) and output and all(isinstance(each, Tensor) for each in output):
+    if isinstance(output, (tuple, list)) and output and all(isinstance(value, Tensor) for value in output):
         return tuple(output)
     raise TargetError(
         f"A stage of a pipeline must return a tensor or a tuple of tensors, and one returned a {type(output).__name__}."
@@ -419,7 +474,7 @@ def _as_tuple(output: Any) -> tuple[Tensor, ...]:
 
 def _inputs_of(batch: Batch, *, task: Task, precision: NumberFormats, device: torch.device) -> tuple[Tensor, ...]:
     """Return what the task calls the model with."""
-    before = fingerprint([device])
+    generators_before = fingerprint([device])
     try:
         with precision.autocast():
             model: Any = _ModelStandIn()
@@ -428,7 +483,7 @@ def _inputs_of(batch: Batch, *, task: Task, precision: NumberFormats, device: to
         inputs = _check_inputs(recorded.args)
     else:
         raise TargetError(f"{type(task).__name__}.training_step didn't call the model, which a pipeline needs.")
-    if before != fingerprint([device]):
+    if fingerprint([device]) != generators_before:
         raise TargetError(
             f"{type(task).__name__}.training_step draws random numbers before it calls the model. With strategy="
             "pipeline it runs on several ranks, which would draw different ones: draw in the dataset or the model."
@@ -440,11 +495,14 @@ def _inputs_of(batch: Batch, *, task: Task, precision: NumberFormats, device: to
 class _PaddedStage(nn.Module):
     """A stage that computes the real rows of each micro-batch only, and pads its output with zeros.
 
-    The trainer's autocast is entered for each micro-batch: its cache of weights is of one forward. The output is
-    contiguous, as what is received for it is. example: the output of a whole micro-batch, on the meta device.
+    The trainer's autocast is entered for each micro-batch, since its cache of weights is that of one forward. The
+    output is contiguous, as the tensor that receives it is.
+
+    Args:
+        example: The output of a whole micro-batch, on the meta device.
     """
 
-    def __init__(self, stage: nn.Module, precision: NumberFormats, example: Tensor | tuple[Tensor, ...]) -> None:
+    def __init__(self, stage: nn.Module, precision: NumberFormats, *, example: Tensor | tuple[Tensor, ...]) -> None:
         super().__init__()
         self.stage = stage
         # How many rows of each micro-batch of a window are real, in the order in which every schedule takes them.
@@ -453,14 +511,15 @@ class _PaddedStage(nn.Module):
         self._example = example
 
     def forward(self, *inputs: Tensor) -> Any:
-        number = next(self.real_rows)
-        if number == 0:
+        num_real = next(self.real_rows)
+        if num_real == 0:
             outputs = self._zeros(inputs)
         else:
             with self._precision.autocast():
-                output = self.stage(*(_first_rows(each, number) for each in inputs))
-            outputs = tuple(_padded(each, len(inputs[0])).contiguous() for each in _as_tuple(output))
-        return outputs[0] if isinstance(self._example, Tensor) else outputs
+                output = self.stage(*_first_rows(inputs, num_real))
+            num_rows = len(inputs[0])
+            outputs = tuple(_padded(tensor, num_rows).contiguous() for tensor in _as_tuple(output))
+        return _in_form_of(self._example, outputs)
 
     def _zeros(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return zeros that a backward passes through to the inputs."""
@@ -487,7 +546,8 @@ class _Recorded(BaseException):
 class _ModelStandIn:
     """Takes the model's place while a task computes. It can be called once; anything else is an error.
 
-    output: What the call returns; None raises _Recorded with the inputs.
+    Args:
+        output: What the call returns; None raises _Recorded with the inputs.
     """
 
     training = True
@@ -496,11 +556,11 @@ class _ModelStandIn:
         self._output = output
         self._is_called = False
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        if named:
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        if keywords:
             raise TargetError(
-                f"The task calls the model with {', '.join(named)}= by name. With strategy=pipeline it passes tensors "
-                "by position, which the first stage takes."
+                f"The task calls the model with {', '.join(keywords)}= by name. With strategy=pipeline it passes "
+                "tensors by position, which the first stage takes."
             )
         if self._output is None:
             raise _Recorded(*inputs)
@@ -516,18 +576,39 @@ class _ModelStandIn:
         )
 
 
-def _first_rows(output: Any, number: int) -> Any:
-    if isinstance(output, Tensor):
-        return output if len(output) == number else output[:number]
-    return tuple(_first_rows(each, number) for each in output)
+def _first_rows(output: Any, num_rows: int) -> Any:
+    """Return the first rows of a tensor, or of each tensor of a tuple."""
+    if not isinstance(output, Tensor):
+        return tuple(_first_rows(tensor, num_rows) for tensor in output)
+    if len(output) == num_rows:
+        return output
+    return output[:num_rows]
 
 
 def _padded(tensor: Tensor, num_rows: int) -> Tensor:
-    missing = num_rows - len(tensor)
-    return tensor if missing == 0 else torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+    num_missing = num_rows - len(tensor)
+    if num_missing == 0:
+        return tensor
+    zeros = tensor.new_zeros(num_missing, *tensor.shape[1:])
+    return torch.cat([tensor, zeros])
 
 
-def _stage_args(outputs: Tensor | tuple[Tensor, ...], *, have_gradients: bool) -> tuple[Tensor, ...]:
-    return tuple(
-        each.detach().requires_grad_(have_gradients and each.is_floating_point()) for each in _as_tuple(outputs)
-    )
+def _padded_window(inputs: Sequence[Sequence[Tensor]], *, num_rows: int, num_microbatches: int) -> tuple[Tensor, ...]:
+    """Return each of the model's inputs for the whole window, one micro-batch after the other.
+
+    Each micro-batch is padded to `num_rows`, and the window with copies of its last one.
+    """
+    whole_inputs = []
+    for tensors in zip(*inputs, strict=True):
+        padded = [_padded(tensor, num_rows) for tensor in tensors]
+        padded += [padded[-1]] * (num_microbatches - len(padded))
+        whole_inputs.append(torch.cat(padded))
+    return tuple(whole_inputs)
+
+
+def _stage_args(example: Tensor | tuple[Tensor, ...], *, have_gradients: bool) -> tuple[Tensor, ...]:
+    """Return copies of example tensors; of floating ones, they require gradients if `have_gradients`."""
+    args = []
+    for tensor in _as_tuple(example):
+        args.append(tensor.detach().requires_grad_(have_gradients and tensor.is_floating_point()))
+    return tuple(args)

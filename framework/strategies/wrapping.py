@@ -8,11 +8,10 @@ from torch import nn
 
 from framework.errors import ConfigError
 
+# Stands in place of names of classes.
 AUTO = "auto"
-"""In place of names of classes."""
-
+# Modules of torch that read weights of their children without calling them: they stay whole.
 READ_FROM_OUTSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""Modules of torch that read weights of their children without calling them: they stay whole."""
 
 
 def by_class(model: nn.Module, names: Collection[str], *, key: str) -> list[nn.Module]:
@@ -21,18 +20,18 @@ def by_class(model: nn.Module, names: Collection[str], *, key: str) -> list[nn.M
     Raises ConfigError for a name no module has, and for a class that is never called.
     """
     inner = [module for module in reversed(list(model.modules())) if module is not model]
-    there = {type(module).__name__ for module in inner}
-    missing = set(names) - there
+    class_names = {type(module).__name__ for module in inner}
+    missing = set(names) - class_names
     if missing:
         raise ConfigError(
             f"{key}: {type(model).__name__} has no module of the class {', '.join(sorted(missing))}.\n"
-            f"It has {', '.join(sorted(there)) or 'no modules in it'}."
+            f"It has {', '.join(sorted(class_names)) or 'no modules in it'}."
         )
-    chosen = [module for module in inner if type(module).__name__ in names]
-    for module in chosen:
+    modules = [module for module in inner if type(module).__name__ in names]
+    for module in modules:
         if not has_forward(module):
             raise ConfigError(f"{key}: {type(module).__name__} only holds other modules. Name the class of those.")
-    return chosen
+    return modules
 
 
 def has_forward(module: nn.Module) -> bool:
