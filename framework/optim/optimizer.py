@@ -13,8 +13,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from framework.distributed.sharded import is_dtensor
 
+# On a CPU, the number of elements in all parameters from which on fused optimizers are faster.
 _FUSED_PAYS_FROM = 100_000
-"""On a CPU: elements in all parameters."""
 
 
 def fused_pays(parameters: Sequence[Tensor]) -> bool:
@@ -80,7 +80,7 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for name, value in tensors.items():
             if not isinstance(value, Tensor) or is_dtensor(value) or value.shape != parameter.shape:
                 continue
-            # Fused kernels walk both in memory order.
+            # Fused kernels walk parameter and state in memory order, so both need the same layout.
             if value.stride() != parameter.stride():
                 as_parameter = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
                 tensors[name] = as_parameter.copy_(value)

@@ -11,8 +11,8 @@ from torch import nn
 from framework.config.optimizers import OptimizerConfig
 from framework.errors import ConfigError
 
+# The number of the group of the parameters that no pattern matches.
 _REST = 0
-"""The number of the group of what no pattern matches."""
 
 
 class Place(NamedTuple):
@@ -82,7 +82,11 @@ def _place_of(name: str, parameter: nn.Parameter, configs: Sequence[OptimizerCon
 
 
 def _check_all_are_used(configs: Sequence[OptimizerConfig], places: Mapping[str, Place], names: Sequence[str]) -> None:
-    """Raise ConfigError for an optimizer or a group without a parameter. names: of all parameters, for messages."""
+    """Raise ConfigError for an optimizer or a group without a parameter.
+
+    Args:
+        names: The names of all parameters, for messages.
+    """
     used_groups = set(places.values())
     used_optimizers = {place.optimizer for place in used_groups}
     for number, config in enumerate(configs):

@@ -15,7 +15,8 @@ from framework.types import Phase, Task
 class Phases:
     """The phases of a task. Raises TargetError for one that is wrong, ConfigError for an optimizer that isn't there.
 
-    optimizers: the names in the section `optimizer`.
+    Args:
+        optimizers: The names in the section `optimizer`.
     """
 
     def __init__(self, phases: Sequence[Any], *, task: Task, optimizers: Collection[str]) -> None:
@@ -63,7 +64,9 @@ class Phases:
 def phases_of(task: Any, *, optimizers: Collection[str]) -> Phases | None:
     """Return the task's phases; None if it has a single loss."""
     phases = getattr(task, "phases", None)
-    return None if phases is None else Phases(phases, task=task, optimizers=optimizers)
+    if phases is None:
+        return None
+    return Phases(phases, task=task, optimizers=optimizers)
 
 
 def _check_phase(phase: Any, task_name: str, optimizers: Collection[str]) -> None:

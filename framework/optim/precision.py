@@ -21,17 +21,21 @@ _TRUE = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 class PrecisionPlugin:
     """`trainer.precision`, Lightning's names, for one kind of device.
 
-    32-true: everything as it is. bf16-mixed, 16-mixed: float32 weights, matrix products in the short format
-    (torch.autocast). bf16-true, 64-true: the model's and the batches' floats are of that type.
+    - 32-true: everything stays as it is.
+    - bf16-mixed, 16-mixed: float32 weights, and matrix products in the short format (torch.autocast).
+    - bf16-true, 64-true: the floats of the model and of batches are of that type.
+
     `scaler` is a GradScaler that does nothing except for 16-mixed, so one line serves all precisions.
 
-    channels_last: weights and batches of four dimensions lie in memory with the channels last, NHWC, whatever their
-    shape says (https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html).
+    Args:
+        channels_last: Weights and batches of four dimensions lie in memory with the channels last, NHWC, whatever their
+            shape says (https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html).
     """
 
     def __init__(self, precision: Precision, *, device: torch.device, channels_last: bool = False) -> None:
         self.dtype = _TRUE.get(precision)
         self._device = device
+        # The memory format of tensors with four dimensions; None: as they are.
         self._memory_format = torch.channels_last if channels_last else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "16-mixed")
         short = _AUTOCAST.get(precision)
@@ -48,7 +52,9 @@ class PrecisionPlugin:
         """Return the model with its floats in the true precision's type. Call it before the optimizer is made."""
         if self._memory_format is not None:
             model = model.to(memory_format=self._memory_format)
-        return model if self.dtype is None else model.to(dtype=self.dtype)
+        if self.dtype is not None:
+            model = model.to(dtype=self.dtype)
+        return model
 
     def convert_task(self, task: Task) -> Task:
         """Move the task's modules to the device and convert their floating-point tensors to a true precision's type."""
@@ -63,9 +69,13 @@ class PrecisionPlugin:
         return map_tensors(batch, self._convert)
 
     def _convert(self, tensor: Tensor) -> Tensor:
-        memory_format = self._memory_format if tensor.ndim == 4 else None
-        dtype = self.dtype if tensor.is_floating_point() else None
-        return tensor.to(dtype=dtype or tensor.dtype, memory_format=memory_format or torch.preserve_format)
+        dtype = tensor.dtype
+        if self.dtype is not None and tensor.is_floating_point():
+            dtype = self.dtype
+        memory_format = torch.preserve_format
+        if self._memory_format is not None and tensor.ndim == 4:
+            memory_format = self._memory_format
+        return tensor.to(dtype=dtype, memory_format=memory_format)
 
 
 def task_modules(task: Task) -> list[nn.Module]:

@@ -35,7 +35,7 @@ class Schedule:
     Args:
         total_steps: the scheduler's length, counted in `settings.interval`; None if it has none.
         run_steps: the run's length, counted in the same way; None if unknown.
-        own: the scheduler's own frequency and strictness, if it came with them.
+        own: the frequency and strictness that the scheduler came with, if any.
         rebuild: builds the scheduler again, for `change_settings`.
     """
 
@@ -54,11 +54,17 @@ class Schedule:
         self._settings = settings
         self._total_steps = total_steps
         self._run_steps = run_steps
-        self._frequency = 1 if own is None else own.frequency
-        self._is_strict = True if own is None else own.strict
-        # Counted only if `frequency` isn't 1.
+        # The scheduler steps at each n-th call of `step_after`. Calls are counted only if n isn't 1.
+        self._frequency = 1
         self._calls = 0
-        self._steps_after = "validation" if isinstance(scheduler, ReduceLROnPlateau) else settings.interval
+        # If a metric that validation doesn't compute is an error.
+        self._is_strict = True
+        if own is not None:
+            self._frequency = own.frequency
+            self._is_strict = own.strict
+        self._steps_after: str = settings.interval
+        if isinstance(scheduler, ReduceLROnPlateau):
+            self._steps_after = "validation"
 
     def step_after(self, what: str, metrics: Mapping[str, float] | None = None) -> None:
         """Step the scheduler if it is due after a `step`, an `epoch` or, with its metrics, a `validation`."""
@@ -200,7 +206,10 @@ class Schedule:
         for number, group_changes in changes.items():
             group = optimizer.param_groups[number]
             for name, change in group_changes.items():
-                group[name] = change.scaled(group.get(name)) if name == "lr" else change.now
+                if name == "lr":
+                    group[name] = change.scaled(group.get(name))
+                else:
+                    group[name] = change.now
 
 
 @final

@@ -34,8 +34,8 @@ class Change(NamedTuple):
         return present * (self.now / self.before)
 
 
+# The change of each setting, by the number of its parameter group and its name.
 Changes = Mapping[int, Mapping[str, Change]]
-"""Number of the parameter group → name of the setting → its change."""
 
 
 @final
@@ -60,7 +60,9 @@ class Rebuild(NamedTuple):
 def replay_with_changes(scheduler: Any, rebuild: Rebuild, optimizer: Optimizer, changes: Changes, *, key: str) -> None:
     """Give the optimizer and its scheduler, whose states are loaded, settings that have changed since the checkpoint.
 
-    key: of the optimizer, for messages.
+    Args:
+        key: The key of the optimizer, for messages.
+
     Raises ConfigError for a setting that the schedule sets itself, and for a schedule whose rates with other settings
     aren't known.
     """
@@ -87,7 +89,7 @@ def replay_with_changes(scheduler: Any, rebuild: Rebuild, optimizer: Optimizer, 
         for name in (*group_changes, "initial_lr"):
             if name in now.groups[number]:
                 group[name] = now.groups[number][name]
-    # The state of ReduceLROnPlateau is about metrics.
+    # The state of ReduceLROnPlateau is about metrics, and stays.
     if not isinstance(scheduler, ReduceLROnPlateau):
         scheduler.load_state_dict(now.scheduler.state_dict())
 
@@ -102,7 +104,9 @@ def position_of(state: Mapping[str, Any]) -> int | None:
         return int(state["last_epoch"])
     # A ChainedScheduler steps all of its schedulers together.
     states_inside = state.get("_schedulers")
-    return position_of(states_inside[0]) if states_inside else None
+    if not states_inside:
+        return None
+    return position_of(states_inside[0])
 
 
 class _Replay:
@@ -118,7 +122,9 @@ class _Replay:
 
         optimizer = Optimizer(groups, dict(rebuild.defaults))
         scheduler = rebuild.make(optimizer)
-        self.scheduler: Any = scheduler.scheduler if isinstance(scheduler, LRSchedulerConfig) else scheduler
+        if isinstance(scheduler, LRSchedulerConfig):
+            scheduler = scheduler.scheduler
+        self.scheduler: Any = scheduler
         self.groups = optimizer.param_groups
 
     @property
@@ -166,7 +172,7 @@ def _num_reductions(replay: _Replay, optimizer: Optimizer, *, key: str) -> int:
 
 
 def _check_replayed(before: _Replay, optimizer: Optimizer, kind: str, *, key: str) -> None:
-    """Raise ConfigError if replaying the schedule doesn't give the checkpoint's rates. kind: of the scheduler."""
+    """Raise ConfigError if replaying the schedule doesn't give the checkpoint's rates. kind: the scheduler's class."""
     for group, rate in zip(optimizer.param_groups, before.rates, strict=True):
         if not math.isclose(group["lr"], rate, rel_tol=1e-6, abs_tol=1e-15):
             raise ConfigError(

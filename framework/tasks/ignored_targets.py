@@ -24,13 +24,13 @@ class IgnoredTargets:
 
     # Targets of this value are ignored.
     index: float
-    # Returns the weights of classes, None without any.
+    # Returns the weights of the classes, or None if they have none.
     class_weights: Callable[[], Tensor | None] = lambda: None
-    # The loss is cross entropy, of scores before softmax.
+    # True for cross entropy, which takes scores before softmax.
     takes_scores: bool = False
-    # Floating-point targets are probabilities of classes, of which none is ignored.
+    # If floating-point targets are probabilities of classes, of which none is ignored.
     takes_probabilities: bool = True
-    # Nothing says that the loss ignores anything, but -100 can't be a class.
+    # If nothing says that the loss ignores anything, but -100 can't be a class.
     is_guess: bool = False
 
     def weight(self, output: Any, target: Tensor) -> float | Tensor | None:
@@ -51,8 +51,10 @@ class IgnoredTargets:
             weights = weights.to(target.device)
             weight_of_each = weights[target.where(counted, 0)]
             total = weight_of_each.where(counted, 0).sum()
+        if total.device.type == "cpu":
+            return total.item()
         # On a GPU, reading the number would wait for the device.
-        return total.item() if total.device.type == "cpu" else total
+        return total
 
     def leaves_out(self, target: Tensor) -> bool:
         """Return True if the loss of these targets isn't a mean over samples; waits for the device."""

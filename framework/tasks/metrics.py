@@ -123,8 +123,12 @@ class _ClassCounts:
         return self.counts
 
     def merge(self, state: Tensor | None) -> None:
-        if state is not None:
-            self.counts = state if self.counts is None else self.counts + state
+        if state is None:
+            return
+        if self.counts is None:
+            self.counts = state
+        else:
+            self.counts = self.counts + state
 
 
 @final

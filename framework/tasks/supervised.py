@@ -97,10 +97,12 @@ class Supervised:
                 _set_ignore_index(metric, self._ignored)
         # Until `observe_samples` finds that no training target is ignored.
         self._training_is_weighted = self._ignored is not None
-        class_weights = None if self._ignored is None else self._ignored.class_weights()
-        self._weight_may_be_zero = class_weights is not None and not bool(class_weights.all())
+        self._weight_may_be_zero = False
+        if self._ignored is not None:
+            class_weights = self._ignored.class_weights()
+            self._weight_may_be_zero = class_weights is not None and not bool(class_weights.all())
 
-        # A loss with keywords is a partial, whose function counts.
+        # A loss with keywords is a partial: what counts is its function.
         function = getattr(self.loss, "func", self.loss)
         self._wants_equal_shapes = isinstance(loss, _ELEMENTWISE) or function in _ELEMENTWISE_FUNCTIONS
 
@@ -129,7 +131,9 @@ class Supervised:
         """Return the model's predictions for the batch; the target isn't used."""
         input_, _ = split_batch(batch)
         output: Tensor = model(input_)
-        return output if self.predictions is None else self.predictions(output)
+        if self.predictions is None:
+            return output
+        return self.predictions(output)
 
     def _step(
         self,
@@ -219,7 +223,7 @@ def _name_of(loss: Any) -> str:
 def _set_ignore_index(metric: Any, ignored: IgnoredTargets) -> None:
     """Have a metric, or those of a MetricCollection, leave out what the loss ignores, unless it says otherwise."""
     for single in _single_metrics(metric):
-        # A guess is about classes.
+        # A guess is about classes, so it says nothing about a metric of numbers.
         is_of_numbers = isinstance(single, MeanAbsoluteError) and ignored.is_guess
         if getattr(single, "ignore_index", ...) is None and not is_of_numbers:
             single.ignore_index = ignored.index
@@ -238,7 +242,9 @@ def _takes_probabilities(metric: Any) -> bool:
 def _single_metrics(metric: Any) -> list[Any]:
     """Return the metrics of a torchmetrics.MetricCollection, and any other metric as it is."""
     is_collection = hasattr(metric, "compute_groups")
-    return list(metric.values()) if is_collection else [metric]
+    if is_collection:
+        return list(metric.values())
+    return [metric]
 
 
 def split_batch(batch: Batch) -> tuple[Any, Tensor]:

@@ -26,8 +26,8 @@ _METRIC = "metric"
 # Names of train/ that each logged step has.
 _LOGGED_BY_THE_FRAMEWORK = re.compile(r"loss|mfu|(lr|grad_norm)(/.+)?|.+_per_s")
 
+# Has `reduction`, `value` (a tensor of one element, or a number) and `weight`; of a metric, `path` in their place.
 _Entry = dict[str, Any]
-"""`reduction`, `value` (a tensor of one element, or a number) and `weight`; of a metric, `path` in its place."""
 
 
 def short_name(name: str, part: LogPart) -> str:
@@ -133,7 +133,10 @@ class Log:
         if part != "train" and not on_epoch:
             raise self._refused(name, "on_epoch=False: an evaluation is logged once, as a whole. Leave it out.")
 
-        reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", repr(reduce_fx))
+        # Lightning takes a name, or a function such as torch.max.
+        reduction = reduce_fx
+        if not isinstance(reduction, str):
+            reduction = getattr(reduce_fx, "__name__", repr(reduce_fx))
         if reduction not in _REDUCTIONS:
             raise self._refused(name, f"reduce_fx={reduction}. Use one of {', '.join(_REDUCTIONS)}.")
         short = short_name(name, part)
@@ -184,7 +187,9 @@ class Log:
         # A metric may be logged under several names.
         for path in computed:
             self.metrics[path].reset()
-        return self._with_suffixes(values) if interval == "epoch" else values
+        if interval == "epoch":
+            return self._with_suffixes(values)
+        return values
 
     def _with_suffixes(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return an epoch's values, with Lightning's suffix `_epoch` for names that steps log, too."""
@@ -199,10 +204,9 @@ class Log:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's values and the states of its torchmetrics: plain types and tensors."""
-        metrics = {
-            path: {"count": metric._update_count, "state": _copied(metric.metric_state)}
-            for path, metric in self.metrics.items()
-        }
+        metrics = {}
+        for path, metric in self.metrics.items():
+            metrics[path] = {"count": metric._update_count, "state": _copied(metric.metric_state)}
         entries = {interval: self._plain(interval) for interval in self._entries}
         return {"entries": entries, "metrics": metrics, "step_names": sorted(self._step_names)}
 
@@ -305,7 +309,7 @@ def _add_entry(entries: dict[str, _Entry], name: str, entry: _Entry) -> None:
 
 def _copied(state: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Return the state of a metric as tensors of its own: on the CPU for a checkpoint, else on `device`."""
-    place = torch.device("cpu") if device is None else device
-    # A list may hold what isn't a tensor: encoded masks, texts.
+    place = device or torch.device("cpu")
+    # A list in it may hold what isn't a tensor: encoded masks, texts.
     copies: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().to(place, copy=True), dict(state))
     return copies

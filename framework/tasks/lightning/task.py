@@ -147,7 +147,7 @@ class LightningTask:
         number = self._batches_trained
         self._batches_trained += 1
         output, batch = self._step("train", model, batch, number)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = _loss_in(output)
         if loss is None:
             returned = "None" if output is None else "a dict without a loss"
             raise TargetError(
@@ -160,7 +160,9 @@ class LightningTask:
 
     def _outputs(self, output: Any, loss: Tensor) -> dict[str, Any]:
         """Return what on_train_batch_end gets, as from Lightning: without graphs, and the loss as it accumulates."""
-        outputs = self._detached(dict(output)) if isinstance(output, Mapping) else {}
+        outputs: dict[str, Any] = {}
+        if isinstance(output, Mapping):
+            outputs = self._detached(dict(output))
         outputs["loss"] = loss.detach().clone() / self._accumulated
         return outputs
 
@@ -169,7 +171,7 @@ class LightningTask:
         output, batch = self._step(self._stage, model, batch, number)
         with self._log.within(self._part, in_step=True):
             self._hook(f"on_{self._stage}_batch_end", output, batch, number, *self._dataloader_idx)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = _loss_in(output)
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
             return StepOutput(loss, self._log.num_samples)
         # Without a loss, only what is logged counts.
@@ -189,7 +191,8 @@ class LightningTask:
         """Call the hook before a batch and the step. Return the step's output and the batch as it was transferred."""
         batch = self._transferred(batch)
         self._log.begin_batch(batch)
-        with self._log.within("train" if stage == "train" else self._part, in_step=True):
+        part = "train" if stage == "train" else self._part
+        with self._log.within(part, in_step=True):
             if self._hook(f"on_{stage}_batch_start", batch, number, *self._dataloader_idx) == -1:
                 raise TargetError(
                     f"{self._name}.on_train_batch_start returned -1, to leave out the rest of the epoch, which has no "
@@ -285,7 +288,9 @@ class LightningTask:
 
     @property
     def _stop(self) -> Stop | None:
-        return Stop("self.trainer.should_stop was set") if self._trainer.should_stop else None
+        if not self._trainer.should_stop:
+            return None
+        return Stop("self.trainer.should_stop was set")
 
     # Evaluations
 
@@ -476,6 +481,13 @@ def _like(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
     probe.param_groups = []
     probe.add_param_group({"params": list(params)})
     return probe
+
+
+def _loss_in(output: Any) -> Any:
+    """Return the loss that a step has returned, alone or in a dict."""
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return output
 
 
 def lr_scheduler(optimizer: Optimizer) -> LRSchedulerConfig | None:

@@ -89,8 +89,10 @@ class TrainerView:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        built = self._built_optimizer()
-        return [] if built is None else [built]
+        optimizer = self._built_optimizer()
+        if optimizer is None:
+            return []
+        return [optimizer]
 
     def __deepcopy__(self, memo: object) -> TrainerView:
         """Return the view itself: a copied module, such as one of averaged weights, is part of the same run."""
@@ -102,10 +104,10 @@ class TrainerView:
         if hasattr(self._settings, name):
             return getattr(self._settings, name)
         attributes = {*vars(self), *vars(type(self))}
-        public = [each for each in attributes if not each.startswith("_") and each not in _NOT_OFFERED]
+        offered = [name for name in attributes if not name.startswith("_") and name not in _NOT_OFFERED]
         raise TrainerAttributeError(
             f"There is no self.trainer.{name}: the framework trains, not Lightning's Trainer. Available are "
-            f"{', '.join(sorted(public))}, and the keys of the section `trainer`."
+            f"{', '.join(sorted(offered))}, and the keys of the section `trainer`."
         )
 
 
