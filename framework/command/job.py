@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from framework.command.request import JobResult, Request
 from framework.command.run_ranks import run_ranks
-from framework.config.checks import check
+from framework.config.checks import check, source_mistakes
 from framework.config.jobs import FUNCTION, JOBS, is_class_name
 from framework.config.schema import Config
 from framework.config.targets import import_target
@@ -170,6 +170,9 @@ def _mistakes(job: Job, config: Config) -> Iterator[str]:
     yield from _start_mistakes(job, config)
     yield from _runs_mistakes(job, config)
     yield from job.mistakes(config)
+    # Jobs on runs build nothing.
+    if "runs" not in job.sections:
+        yield from source_mistakes(config)
 
 
 def _weights_mistakes(job: Job, config: Config) -> Iterator[str]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from framework.config.optimizers import optimizer_configs, schedules
 from framework.config.parse import raise_mistakes
 from framework.config.schema import CUDA_GRAPH_MODES, Config
 from framework.config.suggest import did_you_mean
-from framework.config.targets import check_node, import_target
+from framework.config.targets import SourceSignatures, check_node, import_target, target_mistakes
 from framework.errors import ConfigError
 
 
@@ -183,6 +184,17 @@ def _metrics(config: Config) -> Iterator[str]:
                 f"{key}={metric} is never computed, because validation is off. Set {key}=null, or "
                 "trainer.limit_val_batches=null and one of trainer.check_val_every_n_epoch and val_check_interval."
             )
+
+
+def source_mistakes(config: Config) -> Iterator[str]:
+    """Yield what source files show to be wrong with targets. The ranks import them, and check the rest."""
+    # If the section `optimizer` has mistakes, its targets aren't known.
+    if any(_optimizer(config)):
+        return
+    if config.trainer.fast_dev_run:
+        # Neither is built.
+        config = replace(config, logger={}, callbacks={})
+    yield from target_mistakes(config, SourceSignatures())
 
 
 def validation_mistakes(config: Config) -> Iterator[str]:

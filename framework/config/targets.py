@@ -1,4 +1,8 @@
-"""Import the targets of `_target_` nodes and check their keywords against signatures, before anything is built."""
+"""Check the targets of `_target_` nodes, and their keywords against signatures, before anything is built.
+
+Twice: the command reads signatures from source files, without importing anything, and is silent where these can't tell;
+each rank imports the targets.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from framework.config import source
 from framework.config.objects import load_objects
 from framework.config.optimizers import optimizer_configs, schedules
 from framework.config.schema import Config, Node
@@ -25,51 +30,94 @@ _NUMERIC_WORDS = {"int", "float", "None", "NoneType", "Optional", "Union", "Tens
 """The words of annotations that allow numbers but no strings."""
 
 
+class Signatures(Protocol):
+    """Where the signatures of targets are known from."""
+
+    def parameters(self, target: str) -> Mapping[str, inspect.Parameter] | None:
+        """Return the parameters of a dotted name; None if they aren't known. Raises TargetError if there is none."""
+
+    def confirms(self, target: str) -> bool:
+        """Return True if calls are certain to be checked against these parameters. It may take longer."""
+
+
+class ImportedSignatures:
+    """Those of the imported targets. An exception raised by a module's import is passed on."""
+
+    def parameters(self, target: str) -> Mapping[str, inspect.Parameter] | None:
+        return _parameters(import_target(target))
+
+    def confirms(self, target: str) -> bool:
+        return True
+
+
+class SourceSignatures:
+    """Those that source files show."""
+
+    def parameters(self, target: str) -> Mapping[str, inspect.Parameter] | None:
+        found = source.look_up(target)
+        if isinstance(found, source.Missing):
+            raise TargetError(_no_such_name(found))
+        return source.signature(found)
+
+    def confirms(self, target: str) -> bool:
+        return source.is_ordinary(source.look_up(target))
+
+
 def check_targets(config: Config) -> None:
     """Import every target, nested ones included, and check keywords against signatures. Call nothing.
 
     Raises TargetError with all mistakes, one per line. An exception raised by a module's import is passed on.
     """
     load_objects(config.objects or ())
-    model, _ = without_freeze(config.model)
+    mistakes = list(target_mistakes(config, ImportedSignatures()))
+    if mistakes:
+        raise TargetError("\n".join(mistakes))
+
+
+def target_mistakes(config: Config, signatures: Signatures) -> Iterator[str]:
+    """Yield what is wrong with the targets of a configuration and their keywords, as far as signatures are known."""
+    check = partial(check_node, signatures=signatures)
+    model, _ = without_freeze(config.model, signatures)
     collate_fn = config.data.collate_fn
     if collate_fn is not None:
         # It is called with the samples later, for each batch.
         collate_fn = {**collate_fn, "_partial_": True}
 
-    mistakes = [
-        *check_node(model, "model", supplied=("devices",)),
-        *check_node(config.data.datasets, "data.datasets", supplied=("run_config", "run_context")),
-        *check_node(collate_fn, "data.collate_fn"),
-        *check_node(config.data.sampler, "data.sampler", positional=1),
-        *check_node(config.task, "task", supplied=("model", "config", "context")),
-        *check_node(config.strategy, "strategy", supplied=("context",)),
-    ]
+    yield from check(model, "model", supplied=("devices",))
+    yield from check(config.data.datasets, "data.datasets", supplied=("run_config", "run_context"))
+    yield from check(collate_fn, "data.collate_fn")
+    yield from check(config.data.sampler, "data.sampler", positional=1)
+    yield from check(config.task, "task", supplied=("model", "config", "context"))
+    yield from check(config.strategy, "strategy", supplied=("context",))
     for optimizer in optimizer_configs(config.optimizer):
-        mistakes += check_node(optimizer.node, optimizer.key, positional=1, supplied=("model", "total_steps"))
+        yield from check(optimizer.node, optimizer.key, positional=1, supplied=("model", "total_steps"))
         for number, group in enumerate(optimizer.groups):
             options = {"_target_": optimizer.node["_target_"], "_partial_": True, **group.options}
-            mistakes += check_node(options, f"{optimizer.key}.groups.{number}", positional=1)
+            yield from check(options, f"{optimizer.key}.groups.{number}", positional=1)
     for name, node in config.logger.items():
-        mistakes += check_node(node, f"logger.{name}", supplied=("run_dir", "progress"))
+        yield from check(node, f"logger.{name}", supplied=("run_dir", "progress"))
     for name, node in config.callbacks.items():
-        mistakes += check_node(node, f"callbacks.{name}", supplied=("context", "run_dir"))
+        yield from check(node, f"callbacks.{name}", supplied=("context", "run_dir"))
     for key, schedule in schedules(config):
-        mistakes += check_node(schedule, key, positional=1, supplied=("total_steps",))
-    if mistakes:
-        raise TargetError("\n".join(mistakes))
+        yield from check(schedule, key, positional=1, supplied=("total_steps",))
 
 
-def without_freeze(node: Node) -> tuple[Node, Any]:
+def without_freeze(node: Node, signatures: Signatures | None = None) -> tuple[Node, Any]:
     """Return the model's node without the framework's key `freeze`, and that; the model may have its own keyword."""
-    if "freeze" not in node or takes(node, "freeze"):
+    if "freeze" not in node or takes(node, "freeze", signatures):
         return node, None
     return {name: value for name, value in node.items() if name != "freeze"}, node["freeze"]
 
 
-def takes(node: Node, keyword: str) -> bool:
-    """Return True if the target's signature has the keyword; `**kwargs` doesn't count."""
-    parameter = _parameters(import_target(node["_target_"])).get(keyword)
+def takes(node: Node, keyword: str, signatures: Signatures | None = None) -> bool:
+    """Return True if the target's signature has the keyword, as far as it is known; `**kwargs` doesn't count."""
+    try:
+        parameters = (signatures or ImportedSignatures()).parameters(node["_target_"]) or {}
+    except TargetError:
+        if signatures is None:
+            raise
+        return False
+    parameter = parameters.get(keyword)
     return parameter is not None and parameter.kind in _NAMED
 
 
@@ -110,25 +158,39 @@ def import_target(name: str) -> Any:
     return target
 
 
-def check_node(node: Any, key: str, *, positional: int = 0, supplied: Collection[str] = ()) -> Iterator[str]:
+def check_node(
+    node: Any,
+    key: str,
+    *,
+    positional: int = 0,
+    supplied: Collection[str] = (),
+    signatures: Signatures | None = None,
+) -> Iterator[str]:
     """Yield the mistakes in a node, or in the nodes inside any other value.
 
     Args:
         positional: Number of leading positional arguments that the framework passes.
         supplied: Keywords that it passes if the signature has them and the node doesn't set them.
+        signatures: by default, those of the imported targets.
     """
+    signatures = signatures or ImportedSignatures()
     if isinstance(node, Mapping) and "_target_" in node:
+        target = node["_target_"]
         try:
-            parameters = _parameters(import_target(node["_target_"]))
-            yield from _check_keywords(node, key, parameters, positional=positional, supplied=supplied)
+            parameters = signatures.parameters(target)
         except TargetError as error:
-            yield f"{key}._target_={node['_target_']}: {error}"
+            yield f"{key}._target_={target}: {error}"
+            parameters = None
+        if parameters is not None:
+            mistakes = list(_check_keywords(node, key, parameters, positional=positional, supplied=supplied))
+            if mistakes and signatures.confirms(target):
+                yield from mistakes
     if isinstance(node, Mapping) and node.get("_recursive_", True):
         for name, item in node.items():
-            yield from check_node(item, f"{key}.{name}")
+            yield from check_node(item, f"{key}.{name}", signatures=signatures)
     elif isinstance(node, list):
         for number, item in enumerate(node):
-            yield from check_node(item, f"{key}.{number}")
+            yield from check_node(item, f"{key}.{number}", signatures=signatures)
 
 
 def _check_keywords(
@@ -194,14 +256,24 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 def _no_such(path: str, *, within: Any) -> str:
     """Return the message for a dotted name that doesn't exist. within: the module or class that should have it."""
+    return _no_such_in(path, _names_in(within), file=getattr(within, "__file__", None))
+
+
+def _no_such_name(missing: source.Missing) -> str:
+    """Return the same message for a name that no source file has."""
+    if missing.parent is None:
+        return _no_such_in(missing.path, _names_in(None), file=None)
+    return _no_such_in(missing.path, missing.parent.names(), file=missing.parent.file)
+
+
+def _no_such_in(path: str, names: Collection[str], *, file: str | None) -> str:
     parent, _, name = path.rpartition(".")
-    guess = nearest(name, _names_in(within))
+    guess = nearest(name, names)
     if not parent:
         return f"there is no module {name}.{did_you_mean(guess)}"
     if guess is not None:
         return f"there is no {name} in {parent}.{did_you_mean(f'{parent}.{guess}')}"
     # Another package of the same name may hide the one that is meant.
-    file = getattr(within, "__file__", None)
     place = f" ({file})" if file else ""
     return f"there is no {name} in {parent}{place}."
 
