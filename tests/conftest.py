@@ -18,7 +18,7 @@ from tests.helpers.rank_pool import RankPool
 from tests.helpers.trust import trusting
 
 if TYPE_CHECKING:
-    from framework.launch.fork_server import ForkServer
+    from tests.helpers.internals import ForkServer
 
 DATA_VARIABLE = "FRAMEWORK_TEST_DATA"
 
@@ -104,11 +104,9 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     """One fork server for all tests that only need ranks: loading torch costs seconds each time."""
-    from framework.launch.fork_server import PRELOAD, ForkServer
+    from tests.helpers.internals import PRELOAD, SLOW_TO_IMPORT, ForkServer
 
-    costly = ("framework.strategies.fsdp", "framework.strategies.pipeline", "framework.checkpoint.sharded_state")
-    # Without these, each rank that needs them spends seconds on importing them.
-    server = ForkServer((*PRELOAD, *costly))
+    server = ForkServer((*PRELOAD, *SLOW_TO_IMPORT))
     yield server
     server.close()
 
@@ -125,7 +123,7 @@ def train(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     For what a run computes and leaves. How the command itself begins and ends is tested with `run_framework`.
     """
-    from framework.command import compose
+    from tests.helpers.internals import compose
 
     def run(*overrides: str, status: int = 0) -> Path:
         monkeypatch.chdir(tmp_path)
@@ -152,7 +150,7 @@ def train(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(scope="session")
 def shared_run(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The directory of a run with these overrides, made once for all tests that ask for it: copy it to change it."""
-    from framework.command import compose
+    from tests.helpers.internals import compose
 
     made: dict[tuple[str, ...], Path] = {}
 

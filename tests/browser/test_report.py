@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.command import compose
 from tests.helpers.browser import Page, need_chromium, opened_page
+from tests.helpers.internals import compose
 
 SHOWN_S = 15.0
 IN_SIGHT = "document.readyState === 'complete' && document.querySelectorAll('figure svg').length > 0"

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.command.job import check_config
-from framework.config.assets import config_dir
-from framework.config.parse import known_keys, parse
-from framework.config.schema import Config
 from framework.errors import ConfigError
+from tests.helpers.internals import Config, check_config, config_dir, known_keys, parse
 from tests.unit.config.raw import composed
 
 CONF = config_dir()

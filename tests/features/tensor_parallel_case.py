@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from framework import Batch, Datasets, StepOutput, Strategy, StrategyCosts
-from framework.distributed.context import Context
 from framework.types import DataShare
+from tests.helpers.internals import Context
 
 SIZE = 50
 CLASSES = 4

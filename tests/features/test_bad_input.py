@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from framework.command import compose
 from tests.helpers import disks
+from tests.helpers.internals import compose
 from tests.helpers.trust import trusting
 
 SHORT = ("recipe=toy", "logger=jsonl", "trainer.max_steps=4", "trainer.limit_test_batches=0")

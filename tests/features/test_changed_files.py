@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from framework.command import compose
 from tests.helpers import results
+from tests.helpers.internals import compose
 from tests.unit.checkpoint.states import flip
 
 SHORT = ("recipe=toy", "logger=jsonl", "trainer.limit_test_batches=0", "trainer.log_every_n_steps=5")

@@ -11,9 +11,9 @@ from itertools import chain
 import pytest
 import yaml
 
-from framework.command import compose
 from tests.features.data_cases import SIZE, Sequences
 from tests.helpers import results
+from tests.helpers.internals import compose
 
 CASES = "tests.features.data_cases"
 SAMPLERS = "framework.samplers"

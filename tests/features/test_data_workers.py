@@ -18,10 +18,8 @@ from torch.utils.data import Dataset
 
 import framework
 from framework import Datasets, StepOutput
-from framework.api import call
-from framework.data.workers import _InWorker
 from framework.errors import RunError
-from framework.launch.fork_server import ForkServer
+from tests.helpers.internals import ForkServer, _InWorker, call_module
 
 Train = Callable[..., Path]
 exhaustive = pytest.mark.exhaustive
@@ -183,7 +181,7 @@ def test_a_worker_sends_classes_of_a_script(
         validation_step = training_step
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(call, "_fork_server", lambda: nullcontext(fork_server))
+    monkeypatch.setattr(call_module, "_fork_server", lambda: nullcontext(fork_server))
     run = framework.train(
         model=partial(nn.Linear, 4, 1),
         task=Task(),

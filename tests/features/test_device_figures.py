@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from framework.training.flops import peak_of_gpu
 from tests.helpers import results
+from tests.helpers.internals import peak_of_gpu
 
 TOY_FLOPS = 700
 """Of a sample: 300 forward, 400 backward, in which the first layer's input needs no gradient."""
@@ -126,9 +126,7 @@ def test_the_peak_follows_both_tf32_settings(settings, peak):
     """In a process of its own, since torch can't undo them. Torch raises where it reads the older one."""
     program = f"""
 import torch
-from framework.config.topology import Topology
-from framework.distributed.context import Context
-from framework.training.flops import peak_of_run
+from tests.helpers.internals import Context, Topology, peak_of_run
 
 torch.cuda.get_device_name = lambda device: "NVIDIA H100 80GB HBM3"
 {settings}

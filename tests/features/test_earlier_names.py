@@ -8,9 +8,7 @@ import pytest
 
 import framework
 import framework.types
-from framework.command import compose
-from framework.config import objects
-from framework.config.renamed import present_overrides, without_removed
+from tests.helpers.internals import compose, objects_module, present_overrides, without_removed
 
 CSV = {"_target_": "framework.loggers.CSVLogger"}
 JSONL = {"_target_": "framework.loggers.JsonlLogger"}
@@ -49,7 +47,7 @@ def test_earlier_public_names_warn(earlier: str, present: str) -> None:
 
 
 def test_pickles_find_classes_under_earlier_names() -> None:
-    assert objects.Given is objects.ObjectFactory
+    assert objects_module.Given is objects_module.ObjectFactory
     assert framework.types.StepReport is framework.StepInfo
     assert framework.types.Image is framework.Image
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from framework.command import compose
+from tests.helpers.internals import compose
 from tests.helpers.trust import trusting
 
 

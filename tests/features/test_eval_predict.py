@@ -16,10 +16,10 @@ import yaml
 from torch import Tensor
 
 from framework.checkpoint import find
-from framework.command import compose
 from recipes.digits import ConvNet, digits
 from recipes.toy import ToyModel, toy_regression
 from tests.helpers import results
+from tests.helpers.internals import compose
 from tests.helpers.trust import trusting
 
 THREE = "topology.procs_per_node=3"

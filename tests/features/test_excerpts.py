@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.command import compose
 from tests.helpers import results
 from tests.helpers.command import run_framework
 from tests.helpers.documents import documents, shown_text
+from tests.helpers.internals import compose
 from tests.helpers.source import ROOT
 
 pytestmark = pytest.mark.multiproc

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from framework.command import compose
 from recipes.digits import ConvNet, digits
 from tests.helpers import results
 from tests.helpers.command import started_framework
+from tests.helpers.internals import compose
 from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.command import compose
 from framework.errors import RequestError
-from framework.system.run_dir import RunDir, check_no_way_out
 from tests.features.test_runs import SHORT, Page
 from tests.helpers import results
+from tests.helpers.internals import RunDir, check_no_way_out, compose
 
 NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>\x1b]0;title\x07\x9b31m\u202e\x7f\r\nfake\ud800"
 KEPT = {"job", "started", "ended", "time", "mode", "pid", "monitor"}

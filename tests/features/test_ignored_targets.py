@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from framework.distributed.context import Context
+from framework import Strategy
 from framework.errors import TargetError
-from framework.strategies.allreduce import AllReduce
-from framework.strategies.base import Strategy
-from framework.strategies.local_sgd import LocalSGD
+from framework.strategies import AllReduce, LocalSGD
 from framework.tasks import F1, Accuracy, Supervised
 from framework.types import Datasets, StepOutput
 from tests.helpers import results
 from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import Context
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.unit.small_trainer import make_trainer, settings, weights
 
@@ -148,7 +147,7 @@ def trained(
 
 
 def with_batch(loader: Any, accumulate: int, context: Context) -> Any:
-    from framework.data.batching import BatchPlan
+    from tests.helpers.internals import BatchPlan
 
     return loader.replanned(BatchPlan(BATCH, accumulate, context.world_size))
 

@@ -35,7 +35,7 @@ TWO = ("topology.procs_per_node=2", "data.batch_size=8", "data.eval_batch_size=8
 @pytest.fixture(scope="module")
 def fork_server():
     """Ranks that have imported Lightning."""
-    from framework.launch.fork_server import PRELOAD, ForkServer
+    from tests.helpers.internals import PRELOAD, ForkServer
 
     server = ForkServer((*PRELOAD, CASES))
     yield server

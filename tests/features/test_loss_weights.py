@@ -12,11 +12,9 @@ import yaml
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from framework.command import compose
-from framework.data.order import GlobalOrder
-from framework.distributed.seed import seed_everything
 from tests.features.weight_cases import BATCH, PADDING, SIZE, SampleWeights, Tagger, sequences
 from tests.helpers import results
+from tests.helpers.internals import GlobalOrder, compose, seed_everything
 
 CASES = "tests.features.weight_cases"
 STEPS = 9

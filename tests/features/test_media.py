@@ -13,10 +13,9 @@ from torch.nn.functional import cross_entropy
 
 from framework import DataError, Image, Table
 from framework.errors import TargetError
-from framework.loggers.media import picture_of
 from framework.tasks import PredictedAgainstTrue, WorstMistakes
-from framework.training.step_output import media_of
 from tests.helpers import results
+from tests.helpers.internals import media_of, picture_of
 
 CASES = "tests.features.media_cases"
 SHORT = ("recipe=toy", "trainer.limit_train_batches=10", "trainer.limit_test_batches=0", "trainer.max_epochs=1")
@@ -171,7 +170,7 @@ def test_a_table_with_a_short_row_is_refused():
     ],
 )
 def test_pixels_of_any_type(pixels):
-    from framework.loggers.media import pixels_of
+    from tests.helpers.internals import pixels_of
 
     found = pixels_of(Image(pixels))
     assert found.dtype == np.uint8

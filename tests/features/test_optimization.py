@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from framework.optim.schedule import cosine
+from framework.optim import cosine
 from tests.helpers import results
 from tests.helpers.loops import plain_loop, toy_batches, toy_model
 

@@ -14,11 +14,9 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam
 
-from framework.command import compose
-from framework.data.order import GlobalOrder
-from framework.distributed.seed import seed_everything
 from tests.features.optimizer_cases import BATCH, SIZE, Heads, points
 from tests.helpers import results
+from tests.helpers.internals import GlobalOrder, compose, seed_everything
 
 CASES = "tests.features.optimizer_cases"
 HEAD = {"name": "head", "params": "^guess", "lr": 0.5}

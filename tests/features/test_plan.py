@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from framework.command import compose
 from tests.helpers import results
+from tests.helpers.internals import compose
 from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc

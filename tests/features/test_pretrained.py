@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from framework.command import compose
 from tests.helpers import guards, results
+from tests.helpers.internals import compose
 from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc

@@ -6,8 +6,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from framework.engine.overview import module_table
 from tests.helpers import results
+from tests.helpers.internals import module_table
 
 SHORT = ("recipe=digits", "trainer.max_steps=4", "trainer.limit_val_batches=0", "checkpoint.monitor=null")
 

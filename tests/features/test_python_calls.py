@@ -20,10 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import framework
 from framework import ConfigError, RequestError, Run, RunFailedError
-from framework.api import call
-from framework.launch.fork_server import ForkServer
 from tests.features.api_cases import Net, datasets, loaders, samples, smoothed
 from tests.helpers import results
+from tests.helpers.internals import ForkServer, call_module
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 Call = Callable[..., Run]
@@ -33,7 +32,7 @@ Call = Callable[..., Run]
 def call_train(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     """`framework.train` on the CPU, in `tmp_path`."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(call, "_fork_server", lambda: nullcontext(fork_server))
+    monkeypatch.setattr(call_module, "_fork_server", lambda: nullcontext(fork_server))
 
     def run(recipe: str | None = None, **given: Any) -> Run:
         trainer = {"gpus": 0, "max_epochs": 2, **given.pop("trainer", {})}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from framework.training.rank_states import fingerprints
 from tests.helpers import results
+from tests.helpers.internals import fingerprints
 
 OWN = """
 import os

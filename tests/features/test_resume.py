@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.system.run_dir import RunDir, locked
 from tests.helpers import exact, results
+from tests.helpers.internals import RunDir, locked
 from tests.helpers.stopping import OVERRIDES, PAUSE, paused_training
 
 SHORT = (

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from framework.config.schema import TrainerConfig
-from framework.data.batching import BatchPlan
-from framework.data.order import GlobalOrder, epoch_indices, windows
-from framework.training.length import Start, start_of, total_steps
 from tests.helpers import results
+from tests.helpers.internals import (
+    BatchPlan,
+    GlobalOrder,
+    Start,
+    TrainerConfig,
+    epoch_indices,
+    start_of,
+    total_steps,
+    windows,
+)
 
 LENGTH = """
 class Length:

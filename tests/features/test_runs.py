@@ -14,12 +14,9 @@ import pytest
 import torch
 
 from framework import Image, Table
-from framework.command import compose
 from framework.loggers import JsonlLogger
-from framework.runs.find import find_runs
-from framework.runs.record import read_rows
-from framework.system.run_dir import RunDir, locked
 from tests.helpers import results
+from tests.helpers.internals import RunDir, compose, find_runs, locked, read_rows
 
 SHORT = ("recipe=toy", "trainer.max_steps=40", "trainer.val_check_interval=20", "trainer.log_every_n_steps=10")
 

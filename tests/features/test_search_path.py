@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.command import compose
 from tests.helpers import results
+from tests.helpers.internals import compose
 
 OPTION = "_target_: torch.optim.SGD\nlr: {lr}\nmomentum: 0.0\n"
 RECIPE = """# @package _global_

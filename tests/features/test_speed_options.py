@@ -10,9 +10,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from framework import Datasets, StepOutput
-from framework.distributed.context import make_context
-from framework.engine import setup
 from tests.helpers import results
+from tests.helpers.internals import make_context, setup_module
 
 SHORT = ("logger=jsonl", "trainer.limit_test_batches=0", "trainer.limit_val_batches=1")
 NO_KEYWORDS = ("~data.datasets.num_samples", "~data.datasets.seed")
@@ -114,7 +113,7 @@ def test_the_device_is_chosen_before_user_code(train, monkeypatch):
     def on_gpu(topology, **place):
         return replace(make_context(topology, **place), devices=(torch.device("cuda", 0),))
 
-    monkeypatch.setattr(setup, "make_context", on_gpu)
+    monkeypatch.setattr(setup_module, "make_context", on_gpu)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: CALLS.append(str(device)))
     CALLS.clear()
     data = (*NO_KEYWORDS, f"data.datasets._target_={__name__}.notes_device")

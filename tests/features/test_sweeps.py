@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from framework.command import compose
-from framework.command.sweep import sweeper_direction
 from framework.errors import ConfigError
 from tests.helpers import results
 from tests.helpers.command import run_framework
+from tests.helpers.internals import compose, sweeper_direction
 
 LIMITS = ("trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=0")
 SHORT = ("logger=jsonl", "trainer.max_epochs=1", *LIMITS)

@@ -10,11 +10,9 @@ import torch
 import torchmetrics
 from torchmetrics.retrieval import RetrievalMAP
 
-from framework.distributed.context import Context
-from framework.distributed.metric_sync import sync_through
 from framework.errors import TargetError
-from framework.training.stateful_metrics import StatefulMetrics
 from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import Context, StatefulMetrics, sync_through
 from tests.helpers.rank_pool import RankPool
 
 BATCHES = 5

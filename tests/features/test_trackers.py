@@ -12,11 +12,10 @@ import pytest
 import yaml
 
 from framework.errors import ConfigError
-from framework.loggers.tracker import Worker, check_installed
-from framework.loggers.wandb import WandbLogger
-from framework.system.run_dir import RunDir
+from framework.loggers import WandbLogger
 from tests.helpers import results
 from tests.helpers.command import started_python
+from tests.helpers.internals import RunDir, Worker, check_installed
 from tests.helpers.trackers import mlflow_curve, mlflow_rows, wandb_curve, wandb_run
 
 CASES = "tests.features.tracker_cases"

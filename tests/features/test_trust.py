@@ -12,10 +12,9 @@ import pytest
 import yaml
 
 import framework
-from framework.command import compose, trust
 from framework.errors import ConfigError
-from framework.system.run_dir import RunDir
 from tests.helpers import results
+from tests.helpers.internals import RunDir, compose, trust_module
 
 SHORT = ("recipe=toy", "logger=jsonl", "trainer.limit_test_batches=0", "trainer.max_steps=20")
 LIMITED = "trainer.limit_test_batches=1"
@@ -168,7 +167,7 @@ def test_a_group_counts_unless_it_is_ones_own(command, own, monkeypatch):
     assert status == 2
     assert "the group nogroup can write" in printed
     # On NFS, for example, owners may be other people.
-    monkeypatch.setattr(trust, "_is_local", lambda _: False)
+    monkeypatch.setattr(trust_module, "_is_local", lambda _: False)
     assert command(f"resume={own}", "trainer.max_steps=30")[0] == 0
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from framework.command import compose
-from framework.launch.fork_server import ForkServer
 from tests.helpers import results
+from tests.helpers.internals import ForkServer, compose
 
 pytestmark = pytest.mark.multiproc
 

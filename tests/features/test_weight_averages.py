@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from framework.checkpoint import LocalStorage, find
-from framework.checkpoint.writer import write
-from framework.distributed.seed import seed_everything
 from tests.helpers import results
+from tests.helpers.internals import seed_everything, write_checkpoint
 
 NORMED = """
 import torch
@@ -185,7 +184,7 @@ def test_an_average_saved_in_bfloat16_is_loaded(train):
     place = find(run / "checkpoints" / "last")
     config_text = (place / "config.yaml").read_text()
     shutil.rmtree(place)
-    write(LocalStorage(run / "checkpoints"), state, step=10, epoch=0, metrics={}, config_text=config_text)
+    write_checkpoint(LocalStorage(run / "checkpoints"), state, step=10, epoch=0, metrics={}, config_text=config_text)
     resumed = train(f"resume={run}", "trainer.max_steps=30")
     average = results.saved(resumed)["training"]["callbacks"]["ema"]["average"]
     assert {tensor.dtype for tensor in average.values()} == {torch.float32}

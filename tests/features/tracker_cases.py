@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from framework.loggers.tracker import Tracker
+from tests.helpers.internals import Tracker
 
 
 class Fake(Tracker):

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import IterableDataset, TensorDataset
 
 from framework import Datasets, StepOutput
-from framework.strategies.ddp import DDP
+from framework.strategies import DDP
 from framework.types import FitInfo, StepInfo
 from recipes.toy import ToyModel
 from recipes.toy_model_parallel import ToyModelParallel

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.command import compose
-from framework.launch.fork_server import ForkServer
+from tests.helpers.internals import ForkServer, compose
 from tests.helpers.requirements import missing
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from framework.config.topology import Topology
-from framework.distributed.context import Context
+from tests.helpers.internals import Context, Topology
 
 CPU = torch.device("cpu")
 

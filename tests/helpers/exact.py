@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 from framework import Datasets
-from framework.strategies.ddp import DDP
+from framework.strategies import DDP
 
 
 class Net(nn.Module):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from framework.data.batching import plan_batches
-from framework.data.loader import EvalLoader, MapLoader
-from framework.data.stream import StreamLoader
 from tests.helpers.contexts import CPU
+from tests.helpers.internals import EvalLoader, MapLoader, StreamLoader, plan_batches
 
 
 def eval_loader(

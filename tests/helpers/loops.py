@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from framework.data.order import GlobalOrder
-from framework.distributed.seed import seed_everything
 from recipes.toy import ToyModel, toy_regression
+from tests.helpers.internals import GlobalOrder, seed_everything
 
 BATCH_SIZE = 20
 

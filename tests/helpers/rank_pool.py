@@ -18,16 +18,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from framework.config.topology import Topology
 from tests.helpers import processes
+from tests.helpers.internals import SLOW_TO_IMPORT, Topology
 
 TIMEOUT_S = 90.0
-PRELOAD = [
-    "torch",
-    "framework.training.trainer",
-    "framework.checkpoint.sharded_state",
-    "framework.strategies.pipeline",
-]
+PRELOAD = ["torch", *SLOW_TO_IMPORT]
 GRACE_S = 3.0
 """What other ranks get to finish after one has failed; they may wait for it in a collective."""
 
@@ -118,7 +113,7 @@ def _serve(rank: int, ranks: int, store: str, calls: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from framework.distributed.context import make_context
+    from tests.helpers.internals import make_context
 
     torch.set_num_threads(1)
     limit = timedelta(seconds=TIMEOUT_S)

@@ -11,12 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from framework.distributed.context import Context
-from framework.distributed.seed import generator_states
-from framework.distributed.sharded import local_tensor
-from framework.loggers.jsonl import JsonLines
-from framework.system.run_dir import RunDir
 from framework.types import FitInfo, StepInfo
+from tests.helpers.internals import Context, JsonLines, RunDir, generator_states, local_tensor
 
 
 @final

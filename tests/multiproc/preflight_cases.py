@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from framework.distributed.context import Context
 from framework.strategies import DDP
+from tests.helpers.internals import Context
 
 
 def faulty(*, context: Context) -> DDP:

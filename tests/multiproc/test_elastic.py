@@ -40,8 +40,8 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, fork_server: Any) -> Path:
     """The run directory of a run on two processes in which nothing happens."""
-    from framework.command import compose
     from tests.helpers import guards
+    from tests.helpers.internals import compose
 
     folder = tmp_path_factory.mktemp("whole")
     trouble.write_recipe(folder, Fault())

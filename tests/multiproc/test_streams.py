@@ -15,17 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from framework.checkpoint.reader import load_weights
-from framework.distributed.collectives import SideChannel
-from framework.distributed.context import Context
-from framework.distributed.process_group import set_group_timeouts
-from framework.distributed.seed import restore_generator_states
-from framework.distributed.sharded import full_tensor
 from framework.errors import RunError
 from framework.strategies import DDP, FSDP, AllReduce, LocalSGD
-from framework.training.trainer import Trainer
 from framework.types import MicroBatch, Window
 from tests.helpers.contexts import CPU
+from tests.helpers.internals import (
+    Context,
+    SideChannel,
+    Trainer,
+    full_tensor,
+    load_weights,
+    restore_generator_states,
+    set_group_timeouts,
+)
 from tests.helpers.rank_pool import RankPool
 from tests.unit.small_trainer import make_trainer, settings
 from tests.unit.streams import Parts, Stateful, make_eval_loader, make_loader, opened, sample

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from framework.data.order import GlobalOrder
 from tests.helpers import exact, results
+from tests.helpers.internals import GlobalOrder
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
 Train = Callable[..., Path]

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from framework.callbacks.ema import EMAWeightAveraging
-from framework.distributed.context import Context
-from framework.system.late_dynamo import import_dynamo_late
+from framework.callbacks import EMAWeightAveraging
 from recipes.toy import ToyModel
 from tests.helpers import results
+from tests.helpers.internals import Context, import_dynamo_late
 from tests.helpers.loops import toy_batches
 from tests.helpers.rank_pool import RankPool
 from tests.parity import training

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.config.schema import Precision
+from tests.helpers.internals import Precision
 from tests.helpers.rank_pool import RankPool
 from tests.parity.training import Exchange, How, Trained, expect, mean, train
 

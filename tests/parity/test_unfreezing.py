@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.distributed.context import Context
 from framework.errors import RunError
-from framework.system.late_dynamo import import_dynamo_late
-from framework.training.trainer import Trainer
 from framework.types import FitInfo, StepInfo
 from tests.helpers import results
+from tests.helpers.internals import Context, Trainer, import_dynamo_late
 from tests.helpers.rank_pool import RankPool
 from tests.parity import training
 from tests.parity.training import STRATEGIES, How

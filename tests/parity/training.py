@@ -13,18 +13,22 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
-from framework.config.schema import ClipAlgorithm, Precision
-from framework.data.batching import micro_batches, plan_batches
-from framework.data.order import GlobalOrder
-from framework.distributed.context import Context
-from framework.distributed.sharded import full_tensor
-from framework.optim.precision import PrecisionPlugin
+from framework import Strategy
 from framework.strategies import DDP, FSDP, AllReduce, Butterfly, LocalSGD, Pipeline
-from framework.strategies.activation_checkpointing import apply_activation_checkpointing
-from framework.strategies.base import Strategy
-from framework.system.late_dynamo import import_dynamo_late
-from framework.training.trainer import Trainer
 from framework.types import FitInfo, StepInfo
+from tests.helpers.internals import (
+    ClipAlgorithm,
+    Context,
+    GlobalOrder,
+    Precision,
+    PrecisionPlugin,
+    Trainer,
+    apply_activation_checkpointing,
+    full_tensor,
+    import_dynamo_late,
+    micro_batches,
+    plan_batches,
+)
 from tests.unit.small_trainer import BATCH, Numbers, make_trainer, samples, settings
 
 STEPS = 20

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.command import compose
-from framework.launch.fork_server import ForkServer
 from tests.helpers.documents import ONLY_ANSWERS, Command, all_commands, covering, write_shown_files
+from tests.helpers.internals import ForkServer, compose
 from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc

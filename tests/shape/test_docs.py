@@ -9,16 +9,8 @@ from typing import Any
 
 import pytest
 
+from framework import Job
 from framework.checkpoint import LocalStorage
-from framework.checkpoint.writer import write
-from framework.command import compose
-from framework.command.job import Job
-from framework.command.request import JobResult, Request
-from framework.config.jobs import FUNCTION, JOBS
-from framework.config.parse import known_keys
-from framework.config.saved import save_config
-from framework.config.targets import check_targets
-from framework.system.run_dir import create_run_dir
 from tests.helpers.documents import (
     ONLY_ANSWERS,
     Command,
@@ -28,6 +20,18 @@ from tests.helpers.documents import (
     documents,
     make_targets,
     write_shown_files,
+)
+from tests.helpers.internals import (
+    FUNCTION,
+    JOBS,
+    JobResult,
+    Request,
+    check_targets,
+    compose,
+    create_run_dir,
+    known_keys,
+    save_config,
+    write_checkpoint,
 )
 from tests.helpers.source import ROOT
 
@@ -103,7 +107,7 @@ def _stand_ins(command: Command, requests: list[Request], *, folder: Path) -> li
     save_config(run_dir, raw=request.raw, overrides=request.overrides)
     state: dict[str, Any] = {"model": {}, "training": {}, "generators": []}
     text = run_dir.config_file.read_text()
-    name = write(LocalStorage(run_dir.checkpoints), state, step=1, epoch=0, metrics={}, config_text=text)
+    name = write_checkpoint(LocalStorage(run_dir.checkpoints), state, step=1, epoch=0, metrics={}, config_text=text)
     checkpoint = run_dir.checkpoints / name
     return [f"checkpoint.path={checkpoint}", "trust=true"]
 

@@ -13,7 +13,7 @@ import torch
 
 import framework
 from framework import Callback, FitInfo, Log, StepInfo
-from framework.command import compose
+from tests.helpers.internals import compose
 
 MAX_FRAMES = 4
 START = "run_rank"

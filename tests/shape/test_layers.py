@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 
 import framework
+from tests.helpers import internals
 from tests.helpers.source import (
     ROOT,
     Module,
@@ -38,6 +40,7 @@ for _height, _rooms in enumerate(LAYERS):
     HEIGHT |= dict.fromkeys(_rooms, _height)
 FRAMEWORK = modules_in("framework")
 RECIPES = modules_in("recipes")
+TESTS = modules_in("tests")
 OWN_RECIPES = {"blank"}
 """Recipes with nothing in them, which the framework may name."""
 RECIPE_NAMES = {path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml")} - OWN_RECIPES
@@ -76,6 +79,26 @@ def beyond_the_public_names(module: Module) -> Iterator[str]:
             yield f"{module.name}:{entry.line} imports {what}, which isn't public"
 
 
+def beyond_the_doors(module: Module) -> Iterator[str]:
+    """Yield the imports of the framework that name a module inside one of its rooms."""
+    for entry in imports(module):
+        names = [entry.module] if entry.name is None else [entry.module, f"{entry.module}.{entry.name}"]
+        for name in names:
+            if name.startswith("framework.") and name.count(".") > 1 and name in FRAMEWORK:
+                yield f"{module.name}:{entry.line} imports {name}. Take it from tests.helpers.internals."
+
+
+def patched_by_name(module: Module) -> Iterator[str]:
+    """Yield what is replaced in a module of the framework that a string names."""
+    for node in ast.walk(module.tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+            continue
+        replaces = node.func.attr in ("setattr", "delattr", "patch")
+        # An f-string that begins with the name, too.
+        if replaces and ast.unparse(node.args[0]).lstrip("f").startswith(("'framework.", '"framework.')):
+            yield f"{module.name}:{node.lineno} names a module. Take it from tests.helpers.internals."
+
+
 def test_every_module_has_a_layer() -> None:
     assert {room(name) for name in FRAMEWORK} == HEIGHT.keys()
 
@@ -98,6 +121,17 @@ def test_the_framework_names_no_recipe() -> None:
 def test_recipes_use_public_names_only() -> None:
     for module in RECIPES.values():
         assert list(beyond_the_public_names(module)) == []
+
+
+def test_tests_import_only_rooms() -> None:
+    """So that moving a module or a function within the framework changes one file of the tests."""
+    for name, module in TESTS.items():
+        if name != internals.__name__:
+            assert [*beyond_the_doors(module), *patched_by_name(module)] == []
+
+
+def test_each_internal_name_of_the_tests_exists() -> None:
+    assert [name for name in internals.NAMES if not hasattr(internals, name)] == []
 
 
 def test_public_names_exist() -> None:
@@ -129,3 +163,19 @@ def test_the_rules_see_what_breaks_them() -> None:
         assert list(names_a_recipe(Module("framework.engine", text)))
     for text in ("import framework.data", "from framework.types import Task", "import framework"):
         assert len(list(beyond_the_public_names(Module("recipes.mine", text)))) == 1
+    for text in (
+        "import framework.data.order",
+        "from framework.data.order import GlobalOrder",
+        "from framework.data import order",
+        "def f():\n    from framework.data import order as sample_order",
+    ):
+        assert len(list(beyond_the_doors(Module("tests.some", text)))) >= 1
+    for text in (
+        "import framework.data",
+        "from framework.checkpoint import find",
+        "from framework.errors import DataError",
+    ):
+        assert list(beyond_the_doors(Module("tests.some", text))) == []
+    for text in ("patch.setattr('framework.data.order.x', 1)", "patch.setattr(f'framework.data.order.{x}', 1)"):
+        assert len(list(patched_by_name(Module("tests.some", text)))) == 1
+    assert list(patched_by_name(Module("tests.some", "patch.setattr('os.fsync', 1)"))) == []

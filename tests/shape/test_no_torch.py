@@ -12,8 +12,8 @@ import pytest
 
 import framework
 import framework.strategies
-from framework.config.jobs import JOBS
 from tests.helpers.command import run_framework, run_python
+from tests.helpers.internals import JOBS
 from tests.helpers.source import modules_in
 
 PARENT_SIDE = sorted(

@@ -14,25 +14,31 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
+from framework import Strategy
 from framework.checkpoint import LocalStorage, complete_steps
-from framework.checkpoint.manager import CheckpointManager
-from framework.config.parse import parse
-from framework.config.schema import Interval, Precision, SchedulerConfig, TrainerConfig
-from framework.data.batching import plan_batches
-from framework.data.loader import EvalLoader, MapLoader
-from framework.distributed.context import Context
-from framework.launch.plan import MonitorLink
-from framework.monitoring.rank_status import RankPhase
-from framework.optim.precision import PrecisionPlugin
-from framework.optim.schedule import Schedule
-from framework.strategies.base import Strategy
-from framework.training.step_times import Clock
-from framework.training.stop_control import StopControl
-from framework.training.train_state import TrainState
-from framework.training.trainer import Trainer
 from framework.types import DataShare, EvalInfo, FitInfo, StepInfo, StepOutput, Stop
 from tests.helpers import loaders
 from tests.helpers.contexts import CPU, cpu_context
+from tests.helpers.internals import (
+    CheckpointManager,
+    Clock,
+    Context,
+    EvalLoader,
+    Interval,
+    MapLoader,
+    MonitorLink,
+    Precision,
+    PrecisionPlugin,
+    RankPhase,
+    Schedule,
+    SchedulerConfig,
+    StopControl,
+    Trainer,
+    TrainerConfig,
+    TrainState,
+    parse,
+    plan_batches,
+)
 from tests.unit.config.raw import raw_config
 
 SIZE = 22

@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from framework.data.batching import plan_batches
-from framework.data.loader import EvalLoader
-from framework.data.stream import StreamLoader
-from framework.data.stream_reader import StreamPlan
-from framework.distributed.collectives import SideChannel
-from framework.distributed.context import Context
 from tests.helpers.contexts import CPU, cpu_context
+from tests.helpers.internals import Context, EvalLoader, SideChannel, StreamLoader, StreamPlan, plan_batches
 
 Sample = tuple[Tensor, Tensor]
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from framework.errors import ConfigError
-from framework.strategies.activation_checkpointing import apply_activation_checkpointing
+from tests.helpers.internals import apply_activation_checkpointing
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

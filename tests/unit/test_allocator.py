@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from framework.system.allocator import tune_malloc
 from tests.helpers.command import run_python
+from tests.helpers.internals import tune_malloc
 
 # A step's worth of activations, 10 times: 4 pieces of 30 MiB, written to and freed.
 PIECES = 4
 PIECE_BYTES = 30 << 20
 CHURN = f"""
 import ctypes, resource, sys
-from framework.system.allocator import tune_malloc
+from tests.helpers.internals import tune_malloc
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]

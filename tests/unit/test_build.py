@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from framework.config.optimizers import optimizer_configs
-from framework.config.schema import SchedulerConfig
-from framework.config.topology import Topology
-from framework.distributed.context import Context
-from framework.engine.build import (
+from framework.errors import ConfigError, TargetError, TopologyError
+from framework.strategies import DDP, Single
+from framework.types import Datasets
+from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import (
+    Context,
+    ParamGroups,
+    RunDir,
+    SchedulerConfig,
+    Topology,
     build_callbacks,
     build_datasets,
     build_loggers,
@@ -22,13 +27,8 @@ from framework.engine.build import (
     build_strategy,
     build_task,
     check_callbacks_fit,
+    optimizer_configs,
 )
-from framework.errors import ConfigError, TargetError, TopologyError
-from framework.optim.param_groups import ParamGroups
-from framework.strategies import DDP, Single
-from framework.system.run_dir import RunDir
-from framework.types import Datasets
-from tests.helpers.contexts import cpu_context
 from tests.unit import fake_targets
 
 FAKES = "tests.unit.fake_targets"

@@ -12,10 +12,9 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from framework.config.schema import SchedulerConfig
 from framework.errors import ConfigError
-from framework.optim.schedule import Schedule, cosine
-from framework.optim.schedule_replay import Change, Rebuild
+from framework.optim import cosine
+from tests.helpers.internals import Change, Rebuild, Schedule, SchedulerConfig
 
 Make = Callable[[Optimizer], Any]
 OLD = 0.1

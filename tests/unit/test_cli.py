@@ -15,12 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from framework.command import compose
-from framework.command.request import JobResult, Request
-from framework.config.saved import save_config
 from framework.errors import RunError
-from framework.jobs.train import Train
-from framework.system.run_dir import RunDir, create_run_dir
+from tests.helpers.internals import JobResult, Request, RunDir, Train, compose, create_run_dir, save_config
 from tests.helpers.source import ROOT
 from tests.unit.config.raw import composed
 
@@ -31,10 +27,8 @@ import io, json, os, sys, traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 sys.modules.update(dict.fromkeys(("torch", "numpy", "rich")))  # to import them fails
-from framework.command import compose
-from framework.system import hardware
-from framework.system.hardware import Gpu
-hardware.visible_gpus = lambda: [Gpu(f"GPU {i}", f"GPU-{i}") for i in range(8)]
+from tests.helpers.internals import Gpu, compose, hardware_module
+hardware_module.visible_gpus = lambda: [Gpu(f"GPU {i}", f"GPU-{i}") for i in range(8)]
 answers = []
 for arguments in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()

@@ -7,9 +7,7 @@ import time
 import pytest
 import torch
 
-from framework.config.topology import Topology
-from framework.distributed.context import Context
-from framework.monitoring.device_usage import DeviceUsage
+from tests.helpers.internals import Context, DeviceUsage, Topology
 
 PAIR = (torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0))
 

@@ -13,12 +13,10 @@ from torch import nn
 from torch.distributed import FileStore
 
 from framework.checkpoint import find, load
-from framework.distributed.context import Context
-from framework.distributed.store import RunStore
 from framework.errors import RunError
 from framework.strategies import DDP
-from framework.training.trainer import Trainer
 from framework.types import StepInfo
+from tests.helpers.internals import Context, RunStore, Trainer
 from tests.helpers.rank_pool import RankPool
 from tests.unit.small_trainer import (
     STEPS_PER_EPOCH,

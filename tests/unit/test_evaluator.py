@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from framework.config.schema import Precision
-from framework.distributed.context import Context
-from framework.optim.precision import PrecisionPlugin
-from framework.training.evaluation import Evaluator
 from framework.types import MicroBatch, StepOutput
 from tests.helpers.contexts import CPU, cpu_context
+from tests.helpers.internals import Context, Evaluator, Precision, PrecisionPlugin
 from tests.helpers.loaders import eval_loader
 from tests.helpers.rank_pool import RankPool
 

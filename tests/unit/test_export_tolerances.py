@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from framework.jobs.export.model_file import TOLERANCES, check_close
+from tests.helpers.internals import TOLERANCES, check_close
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from framework.errors import ConfigError, RunError
-from framework.system.files import atomic_output, checked_output
+from tests.helpers.internals import atomic_output, checked_output
 
 KEY = "some.output"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.system.files import open_regular, parse_json, read_bytes, read_json, read_text
+from tests.helpers.internals import open_regular, parse_json, read_bytes, read_json, read_text
 
 
 def fifo(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from framework.system.formatting import format_binary_bytes, format_bytes, format_seconds
+from tests.helpers.internals import format_binary_bytes, format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(

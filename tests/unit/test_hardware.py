@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from framework.errors import TopologyError
-from framework.system import hardware
-from framework.system.hardware import processes_on_cores
+from tests.helpers.internals import hardware_module, processes_on_cores
 
 
 class NVMLError(Exception):
@@ -91,21 +90,21 @@ def test_visible_gpus_are_those_cuda_shows(nvml, monkeypatch, visible, expected)
     fake = nvml(FOUR, mig=("MIG-1",))
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpus = hardware.visible_gpus()
+    gpus = hardware_module.visible_gpus()
     assert [gpu.uuid.removeprefix("GPU-") for gpu in gpus] == expected.split()
     assert {gpu.name for gpu in gpus} <= {"Some GPU"}
     assert fake.open == 0
-    assert [hardware.resolve_gpus(number) for number in (None, 0)] == [len(gpus), 0]
+    assert [hardware_module.resolve_gpus(number) for number in (None, 0)] == [len(gpus), 0]
 
 
 def test_a_broken_driver_is_an_error(nvml):
     nvml(on_init=NVMLError_DriverNotLoaded())
-    assert hardware.count_gpus() == 0
+    assert hardware_module.count_gpus() == 0
     nvml(on_init=NVMLError("Driver/library version mismatch"))
     with pytest.raises(TopologyError, match="version mismatch") as caught:
-        hardware.resolve_gpus(None)
+        hardware_module.resolve_gpus(None)
     assert "trainer.gpus=0" in str(caught.value)
-    assert hardware.resolve_gpus(0) == 0
+    assert hardware_module.resolve_gpus(0) == 0
 
 
 class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818 (NVML's name)
@@ -116,16 +115,16 @@ class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818 (NVML's name)
 def test_an_unreachable_driver_is_an_error(nvml, monkeypatch, tmp_path, error):
     """As in containers that have the device and not the library."""
     (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(hardware, "_DRIVER_DEVICE", tmp_path / "nvidiactl")
+    monkeypatch.setattr(hardware_module, "_DRIVER_DEVICE", tmp_path / "nvidiactl")
     nvml(on_init=error)
     for asked in (None, 1):
         with pytest.raises(TopologyError, match=r"NVML, .*: no library\.\nInstall libnvidia-ml\.so\.1") as caught:
-            hardware.resolve_gpus(asked)
+            hardware_module.resolve_gpus(asked)
         assert "has no GPU" not in str(caught.value)
-    assert hardware.resolve_gpus(0) == 0
+    assert hardware_module.resolve_gpus(0) == 0
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert hardware.count_gpus() == 0
+        assert hardware_module.count_gpus() == 0
 
 
 def test_the_driver_is_asked_once(nvml, monkeypatch):
@@ -137,10 +136,12 @@ def test_the_driver_is_asked_once(nvml, monkeypatch):
         return 4
 
     monkeypatch.setattr(fake, "nvmlDeviceGetCount", count)
-    assert [hardware.count_gpus(), hardware.resolve_gpus(None), len(hardware.visible_gpus())] == [4, 4, 4]
+    assert hardware_module.count_gpus() == 4
+    assert hardware_module.resolve_gpus(None) == 4
+    assert len(hardware_module.visible_gpus()) == 4
     assert len(asked) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert hardware.count_gpus() == 1
+    assert hardware_module.count_gpus() == 1
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_too_many_gpus_are_refused(nvml, monkeypatch, there, visible, asked, fac
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(TopologyError) as caught:
-        hardware.resolve_gpus(asked)
+        hardware_module.resolve_gpus(asked)
     for fact in (*facts, f"trainer.gpus=0 topology.procs_per_node={asked}"):
         assert fact in str(caught.value)
     assert ("trainer.gpus=auto" in str(caught.value)) == bool(there)
@@ -193,14 +194,14 @@ def test_cores_respect_affinity_and_control_groups(tmp_path, monkeypatch, files,
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert hardware.cpu_count(tmp_path) == expected
+    assert hardware_module.cpu_count(tmp_path) == expected
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
-    assert hardware.cpu_count(tmp_path) == 1
+    assert hardware_module.cpu_count(tmp_path) == 1
 
 
 def test_threads_are_a_share_of_the_cores(monkeypatch):
-    monkeypatch.setattr(hardware, "cpu_count", lambda: 7)
-    assert [hardware.threads_per_process(n) for n in (1, 2, 7, 100)] == [7, 3, 1, 1]
+    monkeypatch.setattr(hardware_module, "cpu_count", lambda: 7)
+    assert [hardware_module.threads_per_process(n) for n in (1, 2, 7, 100)] == [7, 3, 1, 1]
 
 
 def task_of_srun(local_rank, *, kind="mask_cpu:", listed="0x3,0xC,0x30,0xC0", tasks="4"):
@@ -257,8 +258,8 @@ def test_openmp_spins_only_on_its_own_cores(monkeypatch, tmp_path, running, quot
     monkeypatch.setattr("time.sleep", to_the_next_reading)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
-    monkeypatch.setattr(hardware, "_cpu_quotas", lambda _: [] if quota is None else [quota])
-    assert hardware.openmp_environment(tmp_path) == ({"OMP_WAIT_POLICY": "PASSIVE"} if passive else {})
+    monkeypatch.setattr(hardware_module, "_cpu_quotas", lambda _: [] if quota is None else [quota])
+    assert hardware_module.openmp_environment(tmp_path) == ({"OMP_WAIT_POLICY": "PASSIVE"} if passive else {})
     # One of several that begin at once counts nobody; what is granted counts.
-    several = hardware.openmp_environment(tmp_path, alone=False)
+    several = hardware_module.openmp_environment(tmp_path, alone=False)
     assert several == ({"OMP_WAIT_POLICY": "PASSIVE"} if quota is not None else {})

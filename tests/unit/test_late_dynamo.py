@@ -12,7 +12,7 @@ STEPS = """
 import sys
 import torch
 from torch import nn
-from framework.system.late_dynamo import import_dynamo_late
+from tests.helpers.internals import import_dynamo_late
 
 REAL = "torch._dynamo.convert_frame"  # a part of it that nothing else imports
 
@@ -67,7 +67,7 @@ assert torch._dynamo is sys.modules["torch._dynamo"]
 EXECUTED = """
 from importlib.machinery import SourceFileLoader
 import torch
-from framework.system.late_dynamo import import_dynamo_late
+from tests.helpers.internals import import_dynamo_late
 
 execute = SourceFileLoader.exec_module
 

@@ -11,14 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from framework.config.parse import parse
-from framework.config.schema import Config
-from framework.data.batching import plan_batches
-from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches
-from framework.strategies.base import Strategy
-from framework.training.length import apply_limit, steps_per_epoch, total_steps
-from framework.training.stop_control import steps_to_meeting
+from framework import Strategy
 from framework.types import Datasets
+from tests.helpers.internals import (
+    Config,
+    apply_fast_dev_run,
+    apply_limit,
+    apply_overfit_batches,
+    parse,
+    plan_batches,
+    steps_per_epoch,
+    steps_to_meeting,
+    total_steps,
+)
 from tests.unit.config.raw import raw_config
 
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.distributed.context import Context
-from framework.training.loss_weights import SummedWeights
-from framework.training.meter import Meter
-from framework.types import StepOutput, SumCount
+from framework import SumCount
+from framework.types import StepOutput
 from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import Context, Meter, SummedWeights
 from tests.helpers.rank_pool import RankPool
 
 

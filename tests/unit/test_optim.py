@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from framework.config.schema import SchedulerConfig
 from framework.errors import ConfigError
-from framework.optim.optimizer import restore_optimizer, skip_profiler_mark
-from framework.optim.schedule import Schedule, cosine
+from framework.optim import cosine
+from tests.helpers.internals import Schedule, SchedulerConfig, restore_optimizer, skip_profiler_mark
 
 
 def sgd(lr: float = 1.0) -> torch.optim.SGD:

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from framework.config.parse import parse
-from framework.config.topology import Topology
 from framework.errors import ConfigError, DataError, TargetError, TopologyError
-from framework.jobs.plan import estimate as planning
+from tests.helpers.internals import Topology, parse, plan_estimate_module
 from tests.unit.config.raw import composed
 
 FAKES = "tests.unit.fake_targets"
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("own_state")
 def facts(*overrides: str, procs: int = 1, nnodes: int = 1, **changes: Any) -> dict[str, Any]:
     """changes: whole sections of the composed configuration."""
     config = parse({**composed(*overrides), **changes})
-    return planning.facts(config, Topology(nnodes, procs, gpus_per_node=0, span=1), backend="gloo")
+    return plan_estimate_module.facts(config, Topology(nnodes, procs, gpus_per_node=0, span=1), backend="gloo")
 
 
 BF16 = "strategy.mp_policy={param_dtype:bf16,reduce_dtype:bf16}"

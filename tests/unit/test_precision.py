@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from framework.optim.precision import PrecisionPlugin
 from framework.tasks import Supervised
+from tests.helpers.internals import PrecisionPlugin
 
 CPU = torch.device("cpu")
 

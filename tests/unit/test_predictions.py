@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from framework.data.batching import share
 from framework.errors import ConfigError
-from framework.jobs.inference import Columns, columns_of, concatenated, write_predictions
+from tests.helpers.internals import Columns, columns_of, concatenated, share, write_predictions
 
 
 def read(path: Path) -> list[list[str]]:

@@ -11,8 +11,7 @@ import pytest
 from filelock import FileLock
 
 from framework.errors import DataError
-from framework.tasks.lightning import data as lightning_data
-from framework.tasks.lightning import datamodule
+from tests.helpers.internals import datamodule, lightning_data_module
 
 
 class Data:
@@ -28,7 +27,7 @@ class Data:
 
     @staticmethod
     def folders() -> list[Path]:
-        return [lightning_data._lock_folder()]
+        return [lightning_data_module._lock_folder()]
 
     def setup(self, stage: str) -> None:
         pass
@@ -77,8 +76,8 @@ def test_each_dataset_has_its_lock_file(cache: Path) -> None:
 
 def test_a_lock_that_is_held_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     file = lock_of(Data())
-    monkeypatch.setattr(lightning_data, "_SILENT_S", 0.01)
-    monkeypatch.setattr(lightning_data, "_LOCK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(lightning_data_module, "_SILENT_S", 0.01)
+    monkeypatch.setattr(lightning_data_module, "_LOCK_TIMEOUT_S", 0.01)
     with FileLock(file), pytest.raises(DataError, match=f"Data: another process .* still holds {file}"):
         datamodule(Data())
     assert f"Waiting for another process that prepares the data of Data (it holds {file})" in capsys.readouterr().out

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.config.topology import Topology
-from framework.distributed.context import Context
-from framework.system.rank_log import logger, rank_log
-from framework.system.run_dir import RunDir, create_run_dir
+from tests.helpers.internals import Context, RunDir, Topology, create_run_dir, rank_log, rank_logger
 
 
 @pytest.fixture
@@ -26,18 +23,18 @@ def context(rank: int) -> Context:
 
 
 def test_every_rank_writes_its_own_log(run_dir: RunDir) -> None:
-    before = (logger.level, list(logger.handlers))
+    before = (rank_logger.level, list(rank_logger.handlers))
     for rank in (0, 3, 0):
         # A resumed run appends.
         with rank_log(run_dir.rank_log(rank), place=context(rank).description):
-            logger.warning("saved %s", "é")
+            rank_logger.warning("saved %s", "é")
             logging.getLogger("framework.some.part").info("from a part")
-            logger.debug("not that")
+            rank_logger.debug("not that")
             logging.getLogger("elsewhere").error("nor that")
     with pytest.raises(ValueError, match="oops"), rank_log(run_dir.rank_log(3), place="rank 3"):
         raise ValueError("oops")
-    assert (logger.level, logger.handlers) == before
-    logger.warning("too late")
+    assert (rank_logger.level, rank_logger.handlers) == before
+    rank_logger.warning("too late")
     first, *records = run_dir.rank_log(3).read_text(encoding="utf-8").splitlines()
     assert f"pid {os.getpid()}, rank 3, local rank 1, world size 4, backend nccl, node 1 (" in first
     assert first.endswith("devices cuda:2, cuda:3")
@@ -50,5 +47,5 @@ def test_every_rank_writes_its_own_log(run_dir: RunDir) -> None:
 def test_a_full_disk_is_survived_without_a_word(run_dir: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir.rank_log(0).symlink_to("/dev/full")
     with rank_log(run_dir.rank_log(0), place="rank 0"):
-        logger.warning("lost")
+        rank_logger.warning("lost")
     assert capfd.readouterr().err == ""

@@ -15,16 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.monitoring import rank_status as module
-from framework.monitoring.node_monitor import Limits, NodeMonitor, RankInfo
-from framework.monitoring.rank_status import (
+from tests.helpers.command import ROOT
+from tests.helpers.internals import (
     STACKS_SIGNAL,
+    Limits,
+    NodeMonitor,
+    RankInfo,
     RankPhase,
     RankStatus,
     heartbeat,
+    main_stack,
+    rank_status_module,
 )
-from framework.monitoring.stacks import main_stack
-from tests.helpers.command import ROOT
 
 WAIT_S = 60.0
 
@@ -48,8 +50,8 @@ def reader(rank_status: RankStatus) -> Iterator[RankStatus]:
 def program(code: str) -> Iterator[tuple[subprocess.Popen[bytes], RankStatus]]:
     """A process that has a `rank_status` and runs `code`."""
     reader = RankStatus()
-    begin = f"import time\nfrom framework.monitoring.rank_status import *\nrank_status = RankStatus({reader.fd})\n"
-    begin += "rank_status.register()\n"
+    begin = "import time\nfrom tests.helpers.internals import RankPhase, RankStatus\n"
+    begin += f"rank_status = RankStatus({reader.fd})\nrank_status.register()\n"
     process = subprocess.Popen([sys.executable, "-c", begin + code], pass_fds=[reader.fd], cwd=ROOT)
     try:
         yield process, reader
@@ -151,7 +153,7 @@ def test_asking_for_stacks_spares_a_leaving_process() -> None:
 def test_the_heartbeat_counts_collectives_and_never_goes_back(
     rank_status: RankStatus, reader: RankStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(rank_status_module, "HEARTBEAT_S", 0.02)
 
     def count() -> int:
         for _ in range(2):

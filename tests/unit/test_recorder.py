@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from framework.system.run_dir import RunDir
 from framework.types import FitInfo, MicroIndices, StepInfo
 from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import RunDir
 from tests.helpers.recorder import Recorder
 from tests.helpers.records import compare, read_rows
 

@@ -10,12 +10,8 @@ from unittest import mock
 import pytest
 
 from framework.checkpoint import LocalStorage
-from framework.checkpoint.writer import point
-from framework.distributed.context import Context
-from framework.engine import restore as resume_module
-from framework.engine.restore import own_checkpoint, restore
 from framework.errors import CheckpointError, RunError
-from framework.system.run_dir import RunDir
+from tests.helpers.internals import Context, RunDir, own_checkpoint, point_checkpoint, restore_module, restore_run
 from tests.unit.checkpoint.states import flip, write_small
 
 
@@ -34,9 +30,9 @@ def refusal(context: Context, disks: list[Path], attempt: int, resume: str | Non
     )
     # The trainer isn't used before the checkpoint is found.
     trainer: Any = None
-    resumes = mock.patch.object(resume_module, "_resume", side_effect=FoundError)
+    resumes = mock.patch.object(restore_module, "_resume", side_effect=FoundError)
     with resumes, pytest.raises((RunError, CheckpointError, FoundError)) as caught:
-        restore(rank, trainer, own_checkpoint(rank))
+        restore_run(rank, trainer, own_checkpoint(rank))
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -44,7 +40,7 @@ def disk(folder: Path, *steps: int) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
     for step in steps:
         write_small(folder / "checkpoints", step)
-        point(LocalStorage(folder / "checkpoints"), "last", step=step)
+        point_checkpoint(LocalStorage(folder / "checkpoints"), "last", step=step)
     return folder
 
 

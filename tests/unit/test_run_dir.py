@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from framework.errors import RequestError
-from framework.system import run_dir as run_dir_module
-from framework.system.run_dir import RunDir, create_run_dir, locked, new_run_dir, write_atomically
+from tests.helpers.internals import RunDir, create_run_dir, locked, new_run_dir, run_dir_module, write_atomically
 
 ROOT = Path(run_dir_module.__file__).parents[2]
 
@@ -164,7 +163,7 @@ def test_one_process_at_a_time_uses_a_run(tmp_path: Path) -> None:
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     run_dir = create_run_dir(tmp_path / "some")
-    program = "import sys; from pathlib import Path; from framework.system.run_dir import RunDir, locked\n"
+    program = "import sys; from pathlib import Path; from tests.helpers.internals import RunDir, locked\n"
     program += "with locked(RunDir(Path(sys.argv[1]))):\n    print('in', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", program, str(run_dir.path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.distributed.seed import (
-    fingerprint,
+from framework.errors import CheckpointError
+from tests.helpers.internals import (
     generator_states,
-    mix,
+    mix_seeds,
     restore_generator_states,
     seed_everything,
+    seed_fingerprint,
     set_deterministic,
 )
-from framework.errors import CheckpointError
 
 CPU = [torch.device("cpu")]
 SEEDS = st.integers(0, 2**32 - 1)
@@ -75,16 +75,16 @@ def test_damaged_states_are_a_checkpoint_error(own_state):
 def test_mixing_is_the_same_everywhere():
     """A change of these numbers changes every run's random numbers."""
     int64: Any = numpy.int64(1)
-    assert mix(0) == 5621864261735219286
-    assert mix(1, "epoch", 2) == mix(int64, "epoch", int64 + int64) == 1270990003676464527
+    assert mix_seeds(0) == 5621864261735219286
+    assert mix_seeds(1, "epoch", 2) == mix_seeds(int64, "epoch", int64 + int64) == 1270990003676464527
 
 
 @given(SEEDS, SEEDS, st.integers(0, 4096))
 def test_mixing_separates_seeds_ranks_and_order(seed, other, rank):
-    assert 0 <= mix(seed, rank) < 2**63
-    assert mix(seed, rank) != mix(seed, rank + 1)
-    assert (mix(seed, rank) == mix(other, rank)) == (seed == other)
-    assert len({mix(seed, 1, 23), mix(seed, 12, 3), mix(seed, 123), mix(seed, "123")}) == 4
+    assert 0 <= mix_seeds(seed, rank) < 2**63
+    assert mix_seeds(seed, rank) != mix_seeds(seed, rank + 1)
+    assert (mix_seeds(seed, rank) == mix_seeds(other, rank)) == (seed == other)
+    assert len({mix_seeds(seed, 1, 23), mix_seeds(seed, 12, 3), mix_seeds(seed, 123), mix_seeds(seed, "123")}) == 4
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_deterministic_mode_sets_torchs_switches(own_state, on, benchmark, expec
 
 def test_any_draw_is_seen(own_state):
     for draws in (random.random, numpy.random.rand, lambda: torch.rand(1)):
-        before = fingerprint(CPU)
-        assert fingerprint(CPU) == before
+        before = seed_fingerprint(CPU)
+        assert seed_fingerprint(CPU) == before
         draws()
-        assert fingerprint(CPU) != before
+        assert seed_fingerprint(CPU) != before

@@ -6,9 +6,8 @@ import os
 
 import pytest
 
-from framework.config.parse import parse
-from framework.engine.setup import procs_on_cores
 from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import parse, procs_on_cores
 from tests.unit.config.raw import raw_config
 
 

@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.config.secrets import (
+from framework.errors import ConfigError
+from tests.helpers.internals import (
     Secrets,
+    is_secret_name,
     masked_arguments,
     masked_override,
+    masked_text,
     missing_secrets,
+    printable,
     restored_config,
 )
-from framework.errors import ConfigError
-from framework.system.shown_text import is_secret_name, masked_text, printable
 
 
 @given(text=st.text())

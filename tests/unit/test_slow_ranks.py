@@ -16,23 +16,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from framework import Text
-from framework.distributed.context import Context
-from framework.monitoring import slow_ranks
-from framework.monitoring.slow_ranks import (
+from framework import Strategy, Text
+from framework.strategies import DDP, AllReduce
+from framework.types import StepInfo
+from tests.helpers.internals import (
     CURVES_OF_RANKS,
     KINDS,
     LAST_STRETCHES,
     SLOW_STRETCHES,
     STRETCH_S,
+    Clock,
+    Context,
     RankTimes,
     SlowRanks,
     excesses,
+    slow_ranks_module,
 )
-from framework.strategies import DDP, AllReduce
-from framework.strategies.base import Strategy
-from framework.training.step_times import Clock
-from framework.types import StepInfo
 from tests.helpers.rank_pool import RankPool
 from tests.unit.small_trainer import BATCH, Numbers, make_trainer, samples, settings
 
@@ -274,7 +273,7 @@ def found(context: Context, strategy: Any, slow: Slow) -> tuple[list[tuple[int, 
     steps = EVERY * LOGS
     data: Any = Worked(clock, steps * BATCH * context.world_size)
     torch.manual_seed(0)
-    with mock.patch.object(slow_ranks, "STRETCH_S", 0.0):
+    with mock.patch.object(slow_ranks_module, "STRETCH_S", 0.0):
         # Every log counts by itself.
         trainer = make_trainer(
             settings(max_steps=steps, max_epochs=None, log_every_n_steps=EVERY, check_val_every_n_epoch=None),

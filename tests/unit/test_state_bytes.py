@@ -11,11 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from framework import Strategy
 from framework.checkpoint import LocalStorage
-from framework.checkpoint.writer import write
-from framework.distributed.seed import generator_states
-from framework.engine.state_bytes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
-from framework.strategies.base import Strategy
+from tests.helpers.internals import (
+    checkpoint_bytes,
+    generator_states,
+    optimizer_state_bytes,
+    tensor_bytes,
+    write_checkpoint,
+)
 
 
 def network(device: str = "cpu") -> nn.Sequential:
@@ -72,7 +76,7 @@ def test_a_checkpoints_estimated_size_is_close(tmp_path, make, world_size):
         "training": {"optimizer": optimizer.state_dict()},
         "generators": [generator_states(()) for _ in range(world_size)],
     }
-    directory = tmp_path / write(
+    directory = tmp_path / write_checkpoint(
         LocalStorage(tmp_path), state, step=1, epoch=0, metrics={}, config_text="recipe: none\n"
     )
     real = sum(file.stat().st_size for file in directory.iterdir())

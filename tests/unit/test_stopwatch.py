@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from framework.monitoring.rank_status import RankPhase
-from framework.monitoring.slow_ranks import RankTimes
-from framework.training.step_times import Clock, StepTimer
+from tests.helpers.internals import Clock, RankPhase, RankTimes, StepTimer
 from tests.unit.small_trainer import Marks
 
 

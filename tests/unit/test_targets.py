@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from framework.config.targets import check_node, check_targets, import_target, requires, takes
 from framework.errors import TargetError
+from tests.helpers.internals import check_node, check_targets, import_target, requires, takes
 
 FAKES = "tests.unit.fake_targets"
 LR = "torch.optim.lr_scheduler"

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.config.schema import TopologyConfig
-from framework.config.topology import resolve_topology
 from framework.errors import TopologyError
+from tests.helpers.internals import TopologyConfig, resolve_topology
 
 OPTIONAL = st.none() | st.integers(1, 12)
 

@@ -15,13 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from framework.config.schema import Interval
-from framework.data.order import GlobalOrder
 from framework.errors import RunError, TargetError
-from framework.training import step_times
-from framework.training import trainer as trainer_module
-from framework.training.trainer import Trainer
 from framework.types import Callback, FitInfo, StepInfo, StepOutput
+from tests.helpers.internals import GlobalOrder, Interval, Trainer, step_times_module, trainer_module
 from tests.unit.small_trainer import (
     BATCH,
     SIZE,
@@ -237,7 +233,7 @@ def test_throughput_leaves_out_evaluation_and_saving(
 ) -> None:
     clock = Slow()
     numbers = Numbers()
-    for module in (trainer_module, step_times):
+    for module in (trainer_module, step_times_module):
         monkeypatch.setattr(module, "time", clock)
     how = settings(log_every_n_steps=every, max_epochs=1, val_check_interval=4)
     checkpoints = manager(tmp_path, monitor="val/loss")

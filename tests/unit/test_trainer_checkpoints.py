@@ -14,14 +14,12 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from framework.checkpoint import find, load, read_manifest
-from framework.checkpoint.manager import CheckpointManager
-from framework.distributed.seed import restore_generator_states
 from framework.errors import DiskError
-from framework.training.trainer import Trainer
 from framework.types import FitInfo, StepOutput
 from tests.helpers.contexts import CPU
 from tests.helpers.disks import full_at
 from tests.helpers.exact import tree_differences
+from tests.helpers.internals import CheckpointManager, Trainer, restore_generator_states
 from tests.unit.checkpoint.states import manager_of
 from tests.unit.small_trainer import (
     Numbers,

@@ -7,10 +7,9 @@ import logging
 
 import pytest
 
-from framework.callbacks.profiler import TorchProfiler
 from framework.errors import RunError
-from framework.system.run_dir import RunDir
 from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import RunDir, TorchProfiler
 from tests.unit.small_trainer import BadAt, make_trainer, settings
 
 

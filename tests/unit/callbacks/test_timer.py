@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from framework.callbacks import Timer, timer
-from framework.checkpoint.writer import check_plain
+from framework.callbacks import Timer
 from framework.errors import ConfigError
 from framework.types import FitInfo, StepInfo, Stop
+from tests.helpers.internals import check_plain, timer_module
 
 # The callback doesn't look at it.
 OPTIMIZER: Any = None
@@ -23,7 +23,7 @@ REPORT = StepInfo(7, 0, torch.zeros(()), 1)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now_s=1000.0)
-    monkeypatch.setattr(timer, "monotonic", lambda: clock.now_s)
+    monkeypatch.setattr(timer_module, "monotonic", lambda: clock.now_s)
     return clock
 
 

@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from framework.checkpoint import LocalStorage
-from framework.checkpoint.manager import CheckpointManager
-from framework.checkpoint.writer import write
-from framework.config.parse import parse
-from framework.config.schema import CheckpointConfig
+from tests.helpers.internals import CheckpointConfig, CheckpointManager, parse, write_checkpoint
 from tests.unit.config.raw import raw_config
 
 
@@ -33,7 +30,7 @@ def write_small(
     metrics: dict[str, float] | None = None,
     config_text: str = "recipe: small\n",
 ) -> Path:
-    return folder / write(
+    return folder / write_checkpoint(
         LocalStorage(folder),
         small_state(float(step) if value is None else value),
         step=step,

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from framework.checkpoint import LocalStorage, complete_steps, find, load, read_manifest
-from framework.checkpoint.layout import FORMAT_VERSION, encode
-from framework.checkpoint.lookup import LastUndamaged, last_undamaged
-from framework.checkpoint.writer import point
 from framework.errors import CheckpointError
+from tests.helpers.internals import FORMAT_VERSION, LastUndamaged, encode_part, last_undamaged, point_checkpoint
 from tests.unit.checkpoint.states import flip, write_small
 
 FILES = ["config.yaml", "generators.pt", "manifest.json", "model.pt", "training.pt"]
@@ -27,8 +25,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
     for step in (10, 20, 30):
         write_small(folder, step)
-    point(LocalStorage(folder), "last", step=30)
-    point(LocalStorage(folder), "best", step=10)
+    point_checkpoint(LocalStorage(folder), "last", step=30)
+    point_checkpoint(LocalStorage(folder), "best", step=10)
     return folder
 
 
@@ -61,7 +59,7 @@ def test_runs_pointers_and_steps_are_found_after_moving(folder: Path, path: str,
 
 
 def test_last_is_the_pointer_or_else_the_newest(folder: Path) -> None:
-    point(LocalStorage(folder), "last", step=20)
+    point_checkpoint(LocalStorage(folder), "last", step=20)
     assert find(folder).name == STEP_20
     (folder / "last").unlink()
     assert find(folder).name == STEP_30
@@ -177,7 +175,7 @@ def test_other_directories_are_skipped(folder: Path, damage: Callable[[Path], ob
 
 def test_a_checkpoint_newer_than_last_is_never_taken(folder: Path) -> None:
     """It is left of training that was given up, by a resumption from an older one."""
-    point(LocalStorage(folder), "last", step=20)
+    point_checkpoint(LocalStorage(folder), "last", step=20)
     flip(folder / STEP_20 / "training.pt")
     assert chosen(folder)[0] == STEP_10
     flip(folder / STEP_10 / "training.pt")
@@ -197,7 +195,7 @@ def test_without_a_pointer_the_newest_whole_is_taken(folder: Path) -> None:
 
 def test_a_newer_frameworks_checkpoint_is_not_skipped(folder: Path) -> None:
     newer = replace(read_manifest(folder / STEP_30), format_version=FORMAT_VERSION + 1)
-    (folder / STEP_30 / "manifest.json").write_text(encode(newer))
+    (folder / STEP_30 / "manifest.json").write_text(encode_part(newer))
     with pytest.raises(CheckpointError, match="Update the framework"):
         last_undamaged(folder)
     assert list(complete_steps(folder)) == [10, 20]

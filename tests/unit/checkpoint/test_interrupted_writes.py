@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from framework.checkpoint import LocalStorage, complete_steps, find, load
-from framework.checkpoint.writer import point
+from tests.helpers.internals import point_checkpoint
 from tests.unit.checkpoint.states import manager_of, names, target, write_small
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.truncate"}
@@ -54,7 +54,7 @@ def save_and_copy(folder: Path) -> None:
         if number == 3:
             saved = 1
             manager.resume_from(1)
-            point(LocalStorage(run), "last", step=1)
+            point_checkpoint(LocalStorage(run), "last", step=1)
         state = {"model": {"weight": torch.full((2000,), number)}, "training": {"number": number}, "generators": []}
         manager.save(state, step=step, epoch=0, metrics={"val/loss": loss})
         assert manager.wait() is None

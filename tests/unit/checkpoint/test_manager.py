@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from framework.checkpoint import load
-from framework.checkpoint.manager import CheckpointManager
-from framework.config.schema import Mode
 from framework.errors import CheckpointError
 from tests.helpers.disks import full_at
 from tests.helpers.exact import tree_differences
+from tests.helpers.internals import CheckpointManager, Mode
 from tests.unit.checkpoint.states import manager_of, names, small_state, steps_in, target
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from framework.checkpoint.writer import check_plain
 from framework.errors import CheckpointError
 from tests.helpers.exact import tree_differences
+from tests.helpers.internals import check_plain
 
 
 class Colour(Enum):

@@ -26,14 +26,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from framework.checkpoint import LocalStorage, load, read_manifest
-from framework.checkpoint.layout import MANIFEST_NAME, FileFacts, encode
-from framework.checkpoint.sharded_state import NOTE, load_sharded, split_state
-from framework.checkpoint.writer import write
-from framework.distributed.sharded import full_tensor
 from framework.errors import CheckpointError
 from framework.strategies import FSDP
 from tests.helpers.contexts import cpu_context
 from tests.helpers.exact import tree_differences
+from tests.helpers.internals import (
+    MANIFEST_NAME,
+    NOTE,
+    FileFacts,
+    encode_part,
+    full_tensor,
+    load_sharded,
+    split_state,
+    write_checkpoint,
+)
 
 pytestmark = pytest.mark.usefixtures("group", "own_state")
 INDEX = "sharded/.metadata"
@@ -97,7 +103,7 @@ def spread(optimizer: Any = torch.optim.Adam, *, steps: int = 2) -> tuple[nn.Mod
 
 def save(folder: Path, model: nn.Module, optimizer: Any, *, step: int = 5) -> Path:
     shards, training = split_state(model, optimizer)
-    return folder / write(
+    return folder / write_checkpoint(
         LocalStorage(folder),
         {"training": training, "generators": []},
         step=step,
@@ -153,13 +159,13 @@ def test_a_sharded_model_reads_whole_checkpoints_or_means(tmp_path: Path, caplog
     both = {"model": of_ranks[0]["model"], "training": {**of_ranks[0], "replicas": of_ranks[1:]}, **rest}
     how: dict[str, Any] = {"epoch": 0, "metrics": {}, "config_text": ""}
 
-    directory = tmp_path / write(LocalStorage(tmp_path), one, step=5, **how)
+    directory = tmp_path / write_checkpoint(LocalStorage(tmp_path), one, step=5, **how)
     model, other_made = spread(steps=1)
     other_made.load_state_dict(load_sharded(directory, model, other_made)["training"]["optimizer"])
     assert tree_differences(state_of(model, other_made), state_of(plain, made)) == []
     assert caplog.records == []
 
-    load_sharded(tmp_path / write(LocalStorage(tmp_path), both, step=6, **how), model, other_made)
+    load_sharded(tmp_path / write_checkpoint(LocalStorage(tmp_path), both, step=6, **how), model, other_made)
     weights = torch.stack([each["model"]["1.weight"] for each in of_ranks])
     torch.testing.assert_close(full_tensor(model.state_dict()["1.weight"]), weights.mean(dim=0))
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -219,7 +225,7 @@ def forge(directory: Path, **contents: bytes) -> None:
         name = {"index": INDEX, "shard": SHARD}[kind]
         (directory / name).write_bytes(content)
         files[name] = FileFacts(len(content), f"{zlib.crc32(content):08x}")
-    (directory / MANIFEST_NAME).write_text(encode(replace(manifest, files=files)))
+    (directory / MANIFEST_NAME).write_text(encode_part(replace(manifest, files=files)))
 
 
 def elsewhere(index: Any) -> Any:

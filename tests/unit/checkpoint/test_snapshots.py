@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint.snapshot import Snapshots
 from tests.helpers.exact import tree_differences
+from tests.helpers.internals import Snapshots
 
 MIB = 2**20
 

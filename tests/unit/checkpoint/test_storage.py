@@ -9,9 +9,9 @@ from typing import Any, BinaryIO
 import pytest
 
 from framework.checkpoint import CheckpointStorage, load_from
-from framework.checkpoint.manager import CheckpointManager
 from framework.errors import CheckpointError
 from tests.helpers.exact import tree_differences
+from tests.helpers.internals import CheckpointManager
 from tests.unit.checkpoint.states import checkpoint_settings, small_state
 
 

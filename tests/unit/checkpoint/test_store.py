@@ -18,12 +18,10 @@ import torch
 from torch import nn
 
 from framework.checkpoint import LocalStorage, find, load, read_manifest
-from framework.checkpoint.layout import FORMAT_VERSION, FileFacts, encode
-from framework.checkpoint.reader import load_weights
-from framework.checkpoint.writer import write
 from framework.errors import CheckpointError, DiskError
 from tests.helpers.disks import full_at
 from tests.helpers.exact import tree_differences
+from tests.helpers.internals import FORMAT_VERSION, FileFacts, encode_part, load_weights, write_checkpoint
 from tests.unit.checkpoint.states import names, small_state, write_small
 
 FILES = ["config.yaml", "generators.pt", "manifest.json", "model.pt", "training.pt"]
@@ -59,7 +57,7 @@ def test_torch_alone_reads_back_a_state_exactly(tmp_path: Path) -> None:
         "training": {"optimizer": optimizer.state_dict(), "callbacks": {}},
         "generators": [{"torch": torch.get_rng_state()}],
     }
-    directory = tmp_path / write(LocalStorage(tmp_path), state, step=3, epoch=0, metrics={}, config_text="")
+    directory = tmp_path / write_checkpoint(LocalStorage(tmp_path), state, step=3, epoch=0, metrics={}, config_text="")
     assert tree_differences(load(directory, map_location="cpu"), state) == []
     assert tree_differences(torch.load(directory / "model.pt", weights_only=True), state["model"]) == []
 
@@ -95,7 +93,7 @@ def test_code_is_refused_even_with_a_forged_manifest(tmp_path: Path, name: str) 
         manifest = read_manifest(directory)
         facts = FileFacts(size_bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
         forged = replace(manifest, files={**manifest.files, name: facts})
-        (directory / "manifest.json").write_text(encode(forged))
+        (directory / "manifest.json").write_text(encode_part(forged))
         with pytest.raises(CheckpointError, match=f"{name} holds Python objects"):
             load(directory, map_location="cpu")
     assert not (tmp_path / "attacked").exists()
@@ -104,7 +102,7 @@ def test_code_is_refused_even_with_a_forged_manifest(tmp_path: Path, name: str) 
 def test_a_manifest_that_is_newer_or_something_else(tmp_path: Path) -> None:
     """A format without our checksum may be anything; if the checksum is wrong, the version isn't believed."""
     file = write_small(tmp_path, 1) / "manifest.json"
-    newer = encode(replace(read_manifest(file.parent), format_version=FORMAT_VERSION + 1, framework_version="9.0"))
+    newer = encode_part(replace(read_manifest(file.parent), format_version=FORMAT_VERSION + 1, framework_version="9.0"))
     other = json.dumps({"format_version": FORMAT_VERSION + 1, "framework_version": "9.0", "shards": []})
     for text in (newer, other):
         file.write_text(text)
@@ -137,7 +135,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     write_small(tmp_path, 1)
     state = {**small_state(), "model": {"weight": torch.zeros(1_000_000)}}
     with full_at(1_000_000), pytest.raises(DiskError, match=r"step 2 can't be written .*: File too large"):
-        write(LocalStorage(tmp_path), state, step=2, epoch=0, metrics={}, config_text="")
+        write_checkpoint(LocalStorage(tmp_path), state, step=2, epoch=0, metrics={}, config_text="")
     assert names(tmp_path) == ["step_00000001"]
     load(find(tmp_path), map_location="cpu")
 

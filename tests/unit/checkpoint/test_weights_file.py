@@ -14,13 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from framework.checkpoint import find_weights
-from framework.checkpoint.weights_file import Loaded, load_what_fits, read_weights
-from framework.config.schema import InitConfig, Texts
-from framework.distributed.context import Context
-from framework.distributed.sharded import full_tensor
 from framework.errors import CheckpointError, ConfigError
 from framework.strategies import FSDP, Pipeline
 from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import Context, InitConfig, Loaded, Texts, full_tensor, load_what_fits, read_weights
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

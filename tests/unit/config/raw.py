@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from framework.config.assets import config_dir
+from tests.helpers.internals import config_dir
 
 _SOME: dict[str, Any] = {
     "recipe": "some",

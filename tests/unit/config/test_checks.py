@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from framework.command.job import check_config
-from framework.config.parse import parse
 from framework.errors import ConfigError
+from tests.helpers.internals import check_config, parse
 from tests.unit.config.raw import raw_config
 
 ELASTIC = {"launcher._target_": "framework.launch.elastic.ElasticLauncher"}

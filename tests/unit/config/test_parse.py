@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.config import assets
-from framework.config.parse import known_keys, normalize_override, parse
-from framework.config.suggest import nearest, nearest_key
 from framework.errors import ConfigError
+from tests.helpers.internals import assets_module, known_keys, nearest, nearest_key, normalize_override, parse
 from tests.unit.config.raw import raw_config
 
 
@@ -244,10 +242,10 @@ def test_a_right_section_makes_no_wrong_key_right() -> None:
 
 
 def test_the_packaged_configuration_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assets, "_PACKAGE", tmp_path / "framework")
+    monkeypatch.setattr(assets_module, "_PACKAGE", tmp_path / "framework")
     with pytest.raises(ConfigError, match="installation is incomplete"):
-        assets.config_dir()
+        assets_module.config_dir()
     for place in (tmp_path / "conf", tmp_path / "framework" / "conf"):
         place.mkdir(parents=True)
         (place / "config.yaml").touch()
-        assert assets.config_dir() == place
+        assert assets_module.config_dir() == place

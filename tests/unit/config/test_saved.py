@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.config.saved import (
+from framework.errors import ConfigError
+from tests.helpers.internals import (
+    RunDir,
     apply_typed,
+    create_run_dir,
     load_saved,
     merge_overrides,
     resume_argument,
     save_config,
     value_of,
 )
-from framework.errors import ConfigError
-from framework.system.run_dir import RunDir, create_run_dir
 from tests.unit.config.raw import raw_config
 
 

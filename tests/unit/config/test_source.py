@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from framework.config import source
-from framework.config.targets import ImportedSignatures, SourceSignatures, check_node
 from framework.errors import TargetError
+from tests.helpers.internals import ImportedSignatures, SourceSignatures, check_node, source_module
 
 LIBRARIES = (
     "torch.optim",
@@ -57,10 +56,10 @@ def test_a_signature_is_pythons_or_unknown(module: str) -> None:
     known = 0
     names = list(callables(module))
     for name in names:
-        found = source.look_up(name)
-        assert not isinstance(found, source.Missing), name
-        parameters = source.signature(found)
-        if parameters is not None and source.is_ordinary(found):
+        found = source_module.look_up(name)
+        assert not isinstance(found, source_module.Missing), name
+        parameters = source_module.signature(found)
+        if parameters is not None and source_module.is_ordinary(found):
             known += 1
             assert described(parameters) == described(ImportedSignatures().parameters(name)), name
     assert known >= KNOWN.get(module, 0) * len(names)
@@ -173,4 +172,4 @@ def test_a_changed_file_is_read_again(package: Path) -> None:
     file = package / "edited.py"
     for keyword in ("one", "another"):
         file.write_text(f"def make({keyword}): ...")
-        assert list(source.signature(source.look_up("edited.make")) or ()) == [keyword]
+        assert list(source_module.signature(source_module.look_up("edited.make")) or ()) == [keyword]

@@ -20,10 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torchvision import tv_tensors
 from transformers import BatchEncoding
 
-from framework.data.batch_tree import held_tensors, record_stream
-from framework.data.prefetch import pinned, to_device
-from framework.data.workers import _FromWorker
-from framework.optim.precision import PrecisionPlugin
+from tests.helpers.internals import PrecisionPlugin, _FromWorker, held_tensors, pinned, record_stream, to_device
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

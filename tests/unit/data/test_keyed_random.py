@@ -14,20 +14,16 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from framework import TensorSamples
-from framework.data.batching import plan_batches
-from framework.data.keyed_random import KeyedRandom
-from framework.data.loader import LoaderOptions as Options
-from framework.data.loader import MapLoader
-from framework.data.object_graph import reachable
+from tests.helpers.internals import KeyedRandom, LoaderOptions, MapLoader, plan_batches, reachable
 from tests.helpers.loaders import micro_batches
 
 CPU = torch.device("cpu")
 SIZE = 12
 # torch's DataLoader sets a handler for SIGCHLD when it first starts workers.
 pytestmark = pytest.mark.usefixtures("own_state")
-IN_PROCESS = Options(num_workers=0)
-ONE_WORKER = Options(num_workers=1)
-TWO_WORKERS = Options(num_workers=2)
+IN_PROCESS = LoaderOptions(num_workers=0)
+ONE_WORKER = LoaderOptions(num_workers=1)
+TWO_WORKERS = LoaderOptions(num_workers=2)
 
 
 class Repeating:
@@ -42,7 +38,7 @@ class Repeating:
 
 def loader(
     dataset: Any,
-    options: Options,
+    options: LoaderOptions,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -65,7 +61,7 @@ def batches(loading: MapLoader, epoch: int = 1, start: int = 0) -> list[Any]:
         loading.close()
 
 
-def numbers(dataset: Any, options: Options, **how: Any) -> list[float]:
+def numbers(dataset: Any, options: LoaderOptions, **how: Any) -> list[float]:
     """Return what each sample of the epoch drew, in the order of the epoch."""
     epoch = {name: how.pop(name) for name in ("epoch", "start") if name in how}
     return torch.cat([batch.flatten() for batch in batches(loader(dataset, options, **how), **epoch)]).tolist()
@@ -96,8 +92,8 @@ BY_BATCH = TensorSamples(torch.zeros(SIZE, 1), transform=draw_once)
 
 
 @pytest.mark.parametrize("batch_size", [4, 5, 400])
-@pytest.mark.parametrize("options", [Options(), ONE_WORKER], ids=["resident", "worker"])
-def test_repeated_samples_are_transformed_differently(options: Options, batch_size: int) -> None:
+@pytest.mark.parametrize("options", [LoaderOptions(), ONE_WORKER], ids=["resident", "worker"])
+def test_repeated_samples_are_transformed_differently(options: LoaderOptions, batch_size: int) -> None:
     def drawn(**how: Any) -> list[float]:
         start = how.pop("start", 0)
         own = loader(BY_BATCH, options, sampler=Repeating(), batch_size=batch_size, **how)
@@ -111,7 +107,7 @@ def test_repeated_samples_are_transformed_differently(options: Options, batch_si
 
 
 @pytest.mark.parametrize("options", [IN_PROCESS, TWO_WORKERS], ids=["in process", "workers"])
-def test_a_repeated_sample_is_augmented_anew(options: Options) -> None:
+def test_a_repeated_sample_is_augmented_anew(options: LoaderOptions) -> None:
     dataset = Draws(random.random)
     wanted = numbers(dataset, options, sampler=Repeating())
     assert len(set(wanted)) == SIZE
@@ -201,7 +197,7 @@ def wrapped(dataset: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_datasets_own_generators_are_seeded(kind: str) -> None:
-    def drawn(options: Options = IN_PROCESS, **how: Any) -> list[float]:
+    def drawn(options: LoaderOptions = IN_PROCESS, **how: Any) -> list[float]:
         return numbers(wrapped(Draws(KINDS[kind]())), options, **how)
 
     wanted = drawn()
@@ -286,8 +282,8 @@ class WithGenerator:
 def test_collate_draws_by_its_first_sample(make: Callable[[], Any]) -> None:
     before = torch.get_rng_state()
 
-    def drawn(options: Options = IN_PROCESS, *, epoch: int = 1, start: int = 0, **how: Any) -> list[Any]:
-        own = Options(options.kind, options.num_workers, collate_fn=make())
+    def drawn(options: LoaderOptions = IN_PROCESS, *, epoch: int = 1, start: int = 0, **how: Any) -> list[Any]:
+        own = LoaderOptions(options.kind, options.num_workers, collate_fn=make())
         return [batch.tolist() for batch in batches(loader(Draws(random.random), own, **how), epoch, start)]
 
     wanted = drawn()

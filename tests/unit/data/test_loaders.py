@@ -19,12 +19,17 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from framework import TensorSamples
-from framework.data.batching import plan_batches
-from framework.data.loader import EvalLoader, MapLoader, dataset_size
-from framework.data.loader import LoaderOptions as Options
-from framework.data.order import GlobalOrder
-from framework.data.prefetch import prefetch, to_device
 from framework.errors import DataError, RunError
+from tests.helpers.internals import (
+    EvalLoader,
+    GlobalOrder,
+    LoaderOptions,
+    MapLoader,
+    dataset_size,
+    plan_batches,
+    prefetch,
+    to_device,
+)
 from tests.helpers.loaders import eval_loader, micro_batches
 
 CPU = torch.device("cpu")
@@ -36,9 +41,9 @@ SIZE = 200
 X = torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(0))
 LABEL = torch.arange(SIZE)
 TENSORS = TensorDataset(X, LABEL)
-IN_PROCESS = Options("dataloader", 0)
-WORKERS = Options("dataloader", 1)
-RESIDENT = Options("resident")
+IN_PROCESS = LoaderOptions("dataloader", 0)
+WORKERS = LoaderOptions("dataloader", 1)
+RESIDENT = LoaderOptions("resident")
 
 
 class Made(Dataset[Any]):
@@ -100,15 +105,18 @@ def epoch_of(loaders: list[MapLoader], epoch: int, start: int = 0, *, dataset: A
     return steps
 
 
-WAYS: dict[str, tuple[Any, Options]] = {
-    "tensors": (TENSORS, Options()),
+WAYS: dict[str, tuple[Any, LoaderOptions]] = {
+    "tensors": (TENSORS, LoaderOptions()),
     "one by one": (Made(TENSORS.__getitem__), IN_PROCESS),
     "workers": (Made(TENSORS.__getitem__), WORKERS),
     "decoded": (Made(lambda i: {"x": (np.arange(3) + i, np.float32(i)), "i": i, "b": torch.tensor(i > 9)}), RESIDENT),
-    "subset": (Subset(Subset(TENSORS, range(0, SIZE, 2)), [99, -1, *range(40)]), Options()),
-    "rows": (TensorSamples(X, LABEL, rows=LABEL.flip(0)[:90], transform=lambda b, _: [2 * b[0], b[1]]), Options()),
+    "subset": (Subset(Subset(TENSORS, range(0, SIZE, 2)), [99, -1, *range(40)]), LoaderOptions()),
+    "rows": (
+        TensorSamples(X, LABEL, rows=LABEL.flip(0)[:90], transform=lambda b, _: [2 * b[0], b[1]]),
+        LoaderOptions(),
+    ),
     "joined": (ConcatDataset([TENSORS, Doubled(X, LABEL)]), IN_PROCESS),
-    "wide rows": (TensorDataset(torch.arange(60 * 3001.0).view(60, 3001), torch.arange(60)), Options()),
+    "wide rows": (TensorDataset(torch.arange(60 * 3001.0).view(60, 3001), torch.arange(60)), LoaderOptions()),
 }
 
 
@@ -160,7 +168,9 @@ def draw(index: int) -> tuple[Any, ...]:
     return index, (torch.rand(1), random.random(), np.random.rand())
 
 
-def drawn(dataset: Any, loading: Options, *, world_size=1, batch_size=4, epoch=1, start=0, seed=5) -> dict[int, Any]:
+def drawn(
+    dataset: Any, loading: LoaderOptions, *, world_size=1, batch_size=4, epoch=1, start=0, seed=5
+) -> dict[int, Any]:
     """Return what each sample drew, by its index."""
     found: dict[int, Any] = {}
     for rank in range(world_size):
@@ -186,7 +196,7 @@ PARTS.append(TensorSamples(torch.arange(10, 23), torch.zeros(13), transform=nois
     ("dataset", "loading", "other"),
     [
         (Made(draw, 23), IN_PROCESS, WORKERS),
-        (BY_BATCH, Options(), WORKERS),
+        (BY_BATCH, LoaderOptions(), WORKERS),
         (ConcatDataset(PARTS), IN_PROCESS, WORKERS),
     ],
     ids=["samples", "batches", "joined"],
@@ -323,7 +333,7 @@ def of_worker(index: int) -> Tensor:
 
 
 def test_workers_end_with_their_process():
-    loader = make_train(Made(of_worker, 8), options=Options(num_workers=2))
+    loader = make_train(Made(of_worker, 8), options=LoaderOptions(num_workers=2))
     numbers = [micro.batch for micro in micro_batches(loader, 0)]
     asked, pids = torch.cat(numbers).unbind(1)
     assert set(asked.tolist()) == {signal.SIGKILL}

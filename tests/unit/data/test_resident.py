@@ -11,11 +11,16 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from framework import TensorSamples
-from framework.config.schema import LoaderKind
-from framework.data import loader as loading
-from framework.data.loader import DEVICE_SHARE, LoadedBatches, LoaderOptions, batch_source
 from framework.errors import DataError
-from framework.system.hardware import available_memory
+from tests.helpers.internals import (
+    DEVICE_SHARE,
+    LoadedBatches,
+    LoaderKind,
+    LoaderOptions,
+    available_memory,
+    batch_source,
+    loader_module,
+)
 from tests.helpers.loaders import eval_loader
 
 CPU = torch.device("cpu")
@@ -48,7 +53,7 @@ OWN = Made(lambda i: torch.full((100,), float(i)))
 
 @pytest.fixture(autouse=True)
 def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "threads_per_process", lambda procs: 16 // procs)
+    monkeypatch.setattr(loader_module, "threads_per_process", lambda procs: 16 // procs)
 
 
 def chosen(dataset: Any, device: torch.device = CPU, **asked: Any) -> TensorSamples | int:
@@ -88,12 +93,12 @@ def test_data_is_resident_or_loaded_by_workers(dataset, asked, workers, said, ca
 
 def test_data_that_does_not_fit_is_refused(monkeypatch):
     """What has to be resident may take all that is available: here 4,000 bytes."""
-    monkeypatch.setattr(loading, "available_memory", lambda: 4000)
+    monkeypatch.setattr(loader_module, "available_memory", lambda: 4000)
     assert isinstance(chosen(OWN, kind=RESIDENT), TensorSamples)
     with pytest.raises(DataError, match=r"val dataset can't be resident(.|\n)*data.loader=dataloader"):
         chosen(OWN, kind=RESIDENT, procs_on_node=2)
     # On macOS, the memory isn't known.
-    monkeypatch.setattr(loading, "available_memory", lambda: None)
+    monkeypatch.setattr(loader_module, "available_memory", lambda: None)
     assert isinstance(chosen(OWN, kind=RESIDENT, procs_on_node=100), TensorSamples)
 
 

@@ -14,19 +14,16 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from framework import TensorSamples
-from framework.data.batching import plan_batches
-from framework.data.identity import DataIdentity
-from framework.data.loader import LoaderOptions as Options
-from framework.data.loader import MapLoader
 from framework.errors import CheckpointError, RunError
+from tests.helpers.internals import DataIdentity, LoaderOptions, MapLoader, plan_batches
 from tests.helpers.loaders import micro_batches
 
 CPU = torch.device("cpu")
 SIZE = 12
 # torch's DataLoader sets a handler for SIGCHLD when it first starts workers.
 pytestmark = pytest.mark.usefixtures("own_state")
-IN_PROCESS = Options(num_workers=0)
-ONE_WORKER = Options(num_workers=1)
+IN_PROCESS = LoaderOptions(num_workers=0)
+ONE_WORKER = LoaderOptions(num_workers=1)
 
 
 class Made(Dataset[Any]):
@@ -43,7 +40,7 @@ class Made(Dataset[Any]):
         return self.make(index)
 
 
-def loader(dataset: Any, options: Options = IN_PROCESS, *, seed: int = 5, **how: Any) -> MapLoader:
+def loader(dataset: Any, options: LoaderOptions = IN_PROCESS, *, seed: int = 5, **how: Any) -> MapLoader:
     plan = plan_batches(batch_size=4, global_batch_size=None, world_size=1, accumulate=1)
     return MapLoader(dataset, split="train", plan=plan, rank=0, device=CPU, options=options, seed=seed, **how)
 
@@ -83,7 +80,7 @@ def unseeded_collate(samples: list[Any]) -> Any:
     ids=["system", "counted", "new", "batches", "collate", "seeded", "fixed", "tensors"],
 )
 def test_data_that_cannot_be_repeated_is_named(capfd, options, dataset, collate_fn, said):
-    loaded(loader(dataset, Options(options.kind, options.num_workers, collate_fn=collate_fn)))
+    loaded(loader(dataset, LoaderOptions(options.kind, options.num_workers, collate_fn=collate_fn)))
     shown = capfd.readouterr().out
     assert shown.count("can't be repeated") == int(said is not None)
     assert (said or "") in shown
@@ -160,7 +157,7 @@ def two_rows(samples: list[Any]) -> Any:
 @pytest.mark.parametrize("options", [IN_PROCESS, ONE_WORKER], ids=["in process", "worker"])
 def test_a_collate_function_may_refuse_four_samples(capfd, options):
     plan = plan_batches(batch_size=6, global_batch_size=None, world_size=1, accumulate=1)
-    options = Options(options.kind, options.num_workers, collate_fn=two_rows)
+    options = LoaderOptions(options.kind, options.num_workers, collate_fn=two_rows)
     loading = MapLoader(Made(float), split="train", plan=plan, rank=0, device=CPU, options=options)
     assert [batch.shape for batch in loaded(loading)] == [(2, 3), (2, 3)]
     shown = capfd.readouterr().out

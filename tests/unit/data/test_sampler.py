@@ -12,12 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.data.batching import BatchPlan, plan_batches, share
-from framework.data.order import GlobalOrder, WindowIndices, epoch_indices, windows
-from framework.data.stream_reader import StreamPlan
-from framework.distributed.seed import mix
 from framework.errors import ConfigError, DataError
 from framework.types import MicroIndices
+from tests.helpers.internals import (
+    BatchPlan,
+    GlobalOrder,
+    StreamPlan,
+    WindowIndices,
+    epoch_indices,
+    mix_seeds,
+    plan_batches,
+    share,
+    windows,
+)
 
 SIZES = st.integers(1, 257)
 WORLD_SIZES = st.integers(1, 8)
@@ -143,6 +150,6 @@ def test_seed_and_epoch_decide_the_permutation():
     assert len(set(orders.values())) == len(orders)
     assert GlobalOrder(5, seed=1, shuffle=False).indices(4).tolist() == [0, 1, 2, 3, 4]
     # Runs that were saved depend on it; only torch's own generator may change it.
-    generator = torch.Generator().manual_seed(mix(2, "order", 3))
+    generator = torch.Generator().manual_seed(mix_seeds(2, "order", 3))
     assert orders[2, 3] == tuple(torch.randperm(100, generator=generator).tolist())
     assert torch.equal(torch.get_rng_state(), before)

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 from framework import TensorSamples
-from framework.data.batching import plan_batches
-from framework.data.loader import LoaderOptions as Options
-from framework.data.loader import MapLoader
 from framework.errors import DataError, RunError
+from tests.helpers.internals import LoaderOptions, MapLoader, plan_batches
 from tests.helpers.loaders import eval_loader, micro_batches
 from tests.unit.streams import make_loader
 
@@ -23,7 +21,7 @@ CPU = torch.device("cpu")
 SIZE = 8
 # torch's DataLoader sets a handler for SIGCHLD when it first starts workers.
 pytestmark = pytest.mark.usefixtures("own_state")
-WAYS = [Options(num_workers=0), Options(num_workers=1), Options(num_workers=2)]
+WAYS = [LoaderOptions(num_workers=0), LoaderOptions(num_workers=1), LoaderOptions(num_workers=2)]
 NAMES = ["in process", "one worker", "two workers"]
 
 
@@ -79,7 +77,7 @@ class Order(Noting):
         return torch.arange(SIZE)
 
 
-def loader(dataset: Any, options: Options, **how: Any) -> MapLoader:
+def loader(dataset: Any, options: LoaderOptions, **how: Any) -> MapLoader:
     plan = plan_batches(batch_size=2, global_batch_size=None, world_size=1, accumulate=1)
     return MapLoader(dataset, split="train", plan=plan, rank=0, device=CPU, options=options, seed=5, **how)
 
@@ -93,11 +91,11 @@ def rows(loading: MapLoader, epoch: int, start: int = 0) -> set[tuple[float, ...
 
 
 @pytest.mark.parametrize("options", WAYS, ids=NAMES)
-def test_set_epoch_precedes_the_first_batch_once(options: Options) -> None:
+def test_set_epoch_precedes_the_first_batch_once(options: LoaderOptions) -> None:
     dataset = Samples()
     collate = Stack()
     whole: Any = ConcatDataset([Subset(dataset, range(4)), Subset(dataset, range(4, SIZE))])
-    own = Options(options.kind, options.num_workers, collate_fn=collate)
+    own = LoaderOptions(options.kind, options.num_workers, collate_fn=collate)
     order = Order(dataset)
     loading = loader(whole, own, sampler=order)
     try:
@@ -123,8 +121,8 @@ def scaled(size: int = SIZE) -> Any:
     return TensorSamples(torch.zeros(size, 1), transform=Scale())
 
 
-@pytest.mark.parametrize("options", [Options(), Options(num_workers=1)], ids=["resident", "worker"])
-def test_a_transform_of_batches_is_told(options: Options) -> None:
+@pytest.mark.parametrize("options", [LoaderOptions(), LoaderOptions(num_workers=1)], ids=["resident", "worker"])
+def test_a_transform_of_batches_is_told(options: LoaderOptions) -> None:
     loading = loader(Subset(scaled(), range(6)), options)
     try:
         for epoch in (0, 1, 7):
@@ -172,7 +170,7 @@ DRAWS: dict[str, Callable[[Drawing, int], float]] = {
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_epoch_draws_are_equal_in_every_process(kind: str) -> None:
-    def drawn(options: Options, epoch: int) -> list[Any]:
+    def drawn(options: LoaderOptions, epoch: int) -> list[Any]:
         loading = loader(Drawing(DRAWS[kind]), options)
         try:
             return torch.cat(batches(loading, epoch)).tolist()
@@ -202,7 +200,7 @@ def test_a_wrapper_may_pass_on_another_epoch() -> None:
 
 
 @pytest.mark.parametrize("options", WAYS[:2], ids=NAMES[:2])
-def test_evaluation_sets_the_epoch_of_the_weights(options: Options) -> None:
+def test_evaluation_sets_the_epoch_of_the_weights(options: LoaderOptions) -> None:
     """Its dataset is often part of the one that is trained on."""
     train, val = random_split(Samples(), [6, 2])
     evaluation = eval_loader(val, batch_size=2, options=options)
@@ -261,5 +259,5 @@ def test_a_set_epoch_that_fails_is_named(in_stream: bool) -> None:
 
 def test_samples_that_may_change_cannot_be_resident() -> None:
     with pytest.raises(DataError, match=r"can't be resident: it has set_epoch"):
-        loader(Samples(), Options("resident"))
-    loader(TensorDataset(torch.zeros(4, 1)), Options("resident"))
+        loader(Samples(), LoaderOptions("resident"))
+    loader(TensorDataset(torch.zeros(4, 1)), LoaderOptions("resident"))

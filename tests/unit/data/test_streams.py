@@ -16,17 +16,20 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from framework.checkpoint.writer import check_plain
-from framework.config.parse import parse
-from framework.config.schema import Config, JobName
-from framework.data.batching import BatchPlan
-from framework.data.stream_reader import first_batch
-from framework.distributed.context import Context
-from framework.engine.data_checks import check_streams
+from framework import Strategy
 from framework.errors import CheckpointError, ConfigError, DataError, FrameworkError, RunError
-from framework.strategies.base import Strategy
-from framework.training.length import steps_per_epoch
 from framework.types import Datasets
+from tests.helpers.internals import (
+    BatchPlan,
+    Config,
+    Context,
+    JobName,
+    check_plain,
+    check_streams,
+    first_batch,
+    parse,
+    steps_per_epoch,
+)
 from tests.helpers.rank_pool import RankPool
 from tests.unit.config.raw import raw_config
 from tests.unit.small_trainer import samples

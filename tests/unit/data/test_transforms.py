@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, pad
 
 from framework import transforms
-from framework.data.draws import Draws
+from tests.helpers.internals import Draws
 
 MASK = (1 << 64) - 1
 KEYS = st.integers(0, 2**63 - 1)

@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.distributed.butterfly import butterfly_all_reduce_mean, rounds
-from framework.distributed.collectives import gather_to_all
-from framework.distributed.context import Context
+from tests.helpers.internals import Context, butterfly_all_reduce_mean, gather_to_all, rounds
 from tests.helpers.rank_pool import RankPool
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)

@@ -10,20 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.distributed.butterfly import butterfly_all_reduce_mean
-from framework.distributed.collectives import (
+from framework.errors import RunError
+from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import (
+    Context,
     SideChannel,
     any_over_ranks,
     barrier,
     broadcast_object,
+    butterfly_all_reduce_mean,
     gather_to_all,
     gather_to_first,
+    new_subgroup,
+    set_group_timeouts,
     sum_over_ranks,
 )
-from framework.distributed.context import Context
-from framework.distributed.process_group import new_subgroup, set_group_timeouts
-from framework.errors import RunError
-from tests.helpers.contexts import cpu_context
 from tests.helpers.rank_pool import RankPool
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from framework.config.topology import Topology
-from framework.distributed.context import make_context
 from framework.errors import RequestError, TopologyError
+from tests.helpers.internals import Topology, make_context
 
 
 @pytest.fixture

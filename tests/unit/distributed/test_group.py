@@ -7,12 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.config.schema import BackendConfig, Duration
-from framework.config.topology import Topology
-from framework.distributed.context import Context
-from framework.distributed.process_group import backends, group_timeout, new_subgroup, process_group
 from framework.errors import RunError
 from tests.helpers.contexts import CPU, cpu_context
+from tests.helpers.internals import (
+    BackendConfig,
+    Context,
+    Duration,
+    Topology,
+    backends,
+    group_timeout,
+    new_subgroup,
+    process_group,
+)
 
 
 def backend(*, init_timeout_s: float = 20.0) -> BackendConfig:

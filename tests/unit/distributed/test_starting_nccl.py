@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from framework.config.schema import BackendConfig
-from framework.config.topology import Topology
-from framework.distributed.context import Context
-from framework.distributed.process_group import process_group
 from framework.errors import RunError
+from tests.helpers.internals import BackendConfig, Context, Topology, process_group
 
 AUTO = BackendConfig(name="auto", init_method="env", init_timeout=5, timeout=5)  # type: ignore[arg-type]
 NCCL = BackendConfig(name="nccl", init_method="env", init_timeout=5, timeout=5)  # type: ignore[arg-type]

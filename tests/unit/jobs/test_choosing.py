@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from framework.command.launcher import Placement, place
-from framework.command.request import Request
-from framework.config.parse import parse
 from framework.errors import ConfigError, FrameworkError, TopologyError
-from framework.launch.cluster_environment import detect
-from framework.launch.handshake import ExternalRanks
+from tests.helpers.internals import ExternalRanks, Placement, Request, detect, hardware_module, parse, place
 from tests.unit.config.raw import raw_config
 
 IN_PROCESS = {"launcher._target_": "framework.launch.in_process.InProcessLauncher"}
@@ -102,7 +98,7 @@ def test_a_sweep_is_of_one_node(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", ["auto.AutoLauncher", "elastic.ElasticLauncher"])
 def test_only_a_plan_needs_no_gpus(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
-    monkeypatch.setattr("framework.system.hardware.visible_gpus", lambda: [])
+    monkeypatch.setattr(hardware_module, "visible_gpus", lambda: [])
     planned = request({"topology.nnodes": 2, "trainer.gpus": 8, "launcher._target_": f"framework.launch.{launcher}"})
     assert plan(planned).topology.world_size == 16
     with pytest.raises(ConfigError, match=r"topology.nnodes=2 needs topology.rdzv_endpoint=HOST:PORT"):
@@ -133,9 +129,9 @@ def test_the_backend_that_auto_becomes(changes: dict[str, Any], name: str) -> No
 
 
 def test_a_placement_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("framework.system.hardware.visible_gpus", lambda: [])
+    monkeypatch.setattr(hardware_module, "visible_gpus", lambda: [])
     placed = request({"trainer.gpus": None})
     first = placed.placement
-    monkeypatch.setattr("framework.system.hardware.visible_gpus", lambda: ["GPU 0", "GPU 1"])
+    monkeypatch.setattr(hardware_module, "visible_gpus", lambda: ["GPU 0", "GPU 1"])
     assert placed.placement is first
     assert replace(placed).placement.topology.gpus_per_node == 2

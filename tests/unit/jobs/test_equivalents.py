@@ -5,10 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from framework.command.equivalents import commands, environment
-from framework.command.request import Request
-from framework.config.parse import parse
-from framework.config.topology import Topology
+from tests.helpers.internals import Request, Topology, commands, environment, parse
 from tests.unit.config.raw import raw_config
 
 IN_PROCESS = {"launcher._target_": "framework.launch.in_process.InProcessLauncher"}

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from framework.command.request import Request
-from framework.config.parse import parse
 from framework.errors import ConfigError
-from framework.jobs.export.job import Export, output_path
+from tests.helpers.internals import Export, Request, output_path, parse
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
 

@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 
-from framework.command.request import Request
-from framework.config.parse import parse
 from framework.errors import ConfigError, TopologyError
-from framework.jobs.parity import job as parity
-from framework.jobs.parity.comparison import CAUSES, render
-from framework.launch.cluster_environment import detect
-from framework.launch.handshake import ExternalRanks
+from tests.helpers.internals import (
+    CAUSES,
+    ExternalRanks,
+    Request,
+    detect,
+    hardware_module,
+    launch_base_module,
+    parity_job_module,
+    parse,
+    render_parity,
+)
 from tests.unit.config.raw import raw_config
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -26,8 +31,8 @@ def request(changes: dict[str, Any], **others: Any) -> Request:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of them."""
-    for module in ("framework.jobs.parity.job", "framework.launch.base", "framework.system.hardware"):
-        monkeypatch.setattr(f"{module}.count_gpus", lambda: 4)
+    for module in (parity_job_module, launch_base_module, hardware_module):
+        monkeypatch.setattr(module, "count_gpus", lambda: 4)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +44,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_processes_and_the_global_batch_are_the_runs(changes: dict[str, Any], processes: int, size: int) -> None:
-    assert parity.check_setup(request(changes))[1:] == (processes, size)
+    assert parity_job_module.check_setup(request(changes))[1:] == (processes, size)
 
 
 SHARED = {"trainer.gpus": 1, "topology.share_gpus": True, "topology.gpus_per_process": 1, "parity.processes": 3}
@@ -58,10 +63,12 @@ def test_processes_get_the_runs_number_of_gpus(
     changes: dict[str, Any], one: tuple[int, ...], many: tuple[int, ...]
 ) -> None:
     asked = request(changes)
-    topology, processes, size = parity.check_setup(asked)
+    topology, processes, size = parity_job_module.check_setup(asked)
     found = []
     for number in (1, processes):
-        config = parity.training(asked, topology, global_batch_size=size, processes=number, moves=False).config
+        config = parity_job_module.training(
+            asked, topology, global_batch_size=size, processes=number, moves=False
+        ).config
         found.append((config.topology.procs_per_node, config.trainer.gpus, config.topology.gpus_per_process))
     assert found == [one, many]
 
@@ -69,11 +76,11 @@ def test_processes_get_the_runs_number_of_gpus(
 @pytest.mark.usefixtures("gpus")
 def test_missing_gpus_and_external_ranks_are_refused() -> None:
     with pytest.raises(TopologyError, match=r"8 GPUs; there are 4\.\nUse fewer \(parity\.processes\)"):
-        parity.check_setup(request({"trainer.gpus": 2, "parity.processes": 8}))
+        parity_job_module.check_setup(request({"trainer.gpus": 2, "parity.processes": 8}))
     place = detect({**TORCHRUN, "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
     assert place is not None
     with pytest.raises(ConfigError, match="without torchrun or srun"):
-        parity.check_setup(request({}, external_ranks=ExternalRanks(place, [])))
+        parity_job_module.check_setup(request({}, external_ranks=ExternalRanks(place, [])))
 
 
 def test_a_training_differs_only_in_what_is_compared() -> None:
@@ -86,8 +93,8 @@ def test_a_training_differs_only_in_what_is_compared() -> None:
     }
     asked = request(changes | {"launcher.max_restarts": 3})
     before = repr(asked.raw)
-    topology, _, size = parity.check_setup(asked)
-    made = parity.training(asked, topology, global_batch_size=size, processes=2, moves=True)
+    topology, _, size = parity_job_module.check_setup(asked)
+    made = parity_job_module.training(asked, topology, global_batch_size=size, processes=2, moves=True)
     config = made.config
     assert repr(asked.raw) == before
     assert parse(made.raw) == config
@@ -148,7 +155,7 @@ def answer(allowed: float = 2e-5, **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_an_answer_says_no_more_than_was_sure(found: dict[str, Any], parts: list[str]) -> None:
-    printed = render(found)
+    printed = render_parity(found)
     assert [part for part in parts if part not in printed] == [], printed
 
 
@@ -158,7 +165,7 @@ def test_every_reason_says_what_to_do() -> None:
     first_difference |= {"shares": [6, 5, 5], "module": "norm", "factor": 0.25, "names": ["a", "b", "c", "d"]}
     advice = set()
     for reason in CAUSES:
-        printed = render(answer(same=False, first_difference=first_difference | {"reason": reason}))
+        printed = render_parity(answer(same=False, first_difference=first_difference | {"reason": reason}))
         for part in ("the output of norm (BatchNorm1d): 0.31 off", "first fc.weight, 0.4 off on rank 2"):
             assert part in printed
         advice.add(printed.partition("Probably:")[2])

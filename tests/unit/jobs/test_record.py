@@ -12,11 +12,16 @@ from typing import Any
 
 import pytest
 
-from framework.config.topology import Topology
-from framework.runs import record
-from framework.runs.record import RunStart, record_end, record_start
-from framework.system.hardware import cpu_count
-from framework.system.run_dir import RunDir, create_run_dir
+from tests.helpers.internals import (
+    RunDir,
+    RunStart,
+    Topology,
+    cpu_count,
+    create_run_dir,
+    record_end,
+    record_module,
+    record_start,
+)
 from tests.unit.config.raw import raw_config
 
 
@@ -56,7 +61,7 @@ def test_revision_and_uncommitted_changes_are_recorded(run_dir: RunDir, monkeypa
     assert started(run_dir)["git"] == {"revision": git("rev-parse", "HEAD").strip(), "diff": ""}
     Path("code.py").write_text("lr = 2\n")
     assert "-lr = 1\n+lr = 2\n" in started(run_dir)["git"]["diff"]
-    monkeypatch.setattr(record, "_MAX_DIFF_CHARS", 200)
+    monkeypatch.setattr(record_module, "_MAX_DIFF_CHARS", 200)
     Path("code.py").write_bytes(b"\xff\xfe latin\n" * 1000)
     assert len(started(run_dir)["git"]["diff"]) == 200
     monkeypatch.setenv("PATH", "/nowhere")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.runs.report.curves import LEFT, MAX_POINTS, RIGHT, Scale, chart, format_tick, thinned, ticks
+from tests.helpers.internals import CHART_LEFT, CHART_RIGHT, MAX_POINTS, Scale, chart, format_tick, thinned, ticks
 
 VALUES = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=3 * MAX_POINTS)
 
@@ -49,8 +49,8 @@ def test_ticks_are_a_few_round_numbers_inside(low: float, size: float) -> None:
 
 @pytest.mark.parametrize("values", [[3.0, 3.0], [0.0], [], [-1e308, 1e308]], ids=str)
 def test_every_value_has_a_place(values: list[float]) -> None:
-    scale = Scale(values, LEFT, RIGHT)
-    assert all(LEFT <= scale(value) <= RIGHT for value in values)
+    scale = Scale(values, CHART_LEFT, CHART_RIGHT)
+    assert all(CHART_LEFT <= scale(value) <= CHART_RIGHT for value in values)
     assert ticks(scale.low, scale.high)
 
 

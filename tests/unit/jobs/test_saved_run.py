@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.command.resume import BaseRun, find_auto_run, find_base, names_a_run, saved_run
-from framework.config.saved import SavedRun, save_config
 from framework.errors import CheckpointError, ConfigError
-from framework.system.run_dir import RunDir, create_run_dir
+from tests.helpers.internals import (
+    BaseRun,
+    RunDir,
+    SavedRun,
+    create_run_dir,
+    find_auto_run,
+    find_base,
+    names_a_run,
+    save_config,
+    saved_run,
+)
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
 

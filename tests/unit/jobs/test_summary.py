@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 
-from framework.command.messages import interrupted_message, start_message, training_summary
-from framework.config.parse import parse
-from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED
-from framework.monitoring.slow_ranks import SlowRank
-from framework.system.run_dir import RunDir, create_run_dir
+from tests.helpers.internals import (
+    RunDir,
+    SlowRank,
+    Topology,
+    create_run_dir,
+    interrupted_message,
+    parse,
+    start_message,
+    training_summary,
+)
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
 

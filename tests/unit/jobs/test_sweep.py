@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.command.request import JobResult, Request
-from framework.command.sweep import distinguishing, run_sweep
-from framework.config.parse import parse
 from framework.errors import EXIT_STOPPED, ConfigError, RunError
-from framework.jobs.train import Train
-from framework.system.run_dir import create_run_dir
+from tests.helpers.internals import JobResult, Request, Train, create_run_dir, distinguishing, parse, run_sweep
 from tests.unit.config.raw import raw_config
 
 FOLDER = Path("outputs/multirun/x")

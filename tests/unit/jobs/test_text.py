@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.config.topology import Topology
-from framework.jobs.plan.job import rank_table, render
+from tests.helpers.internals import Topology, rank_table, render_plan
 
 # job=plan: the table of ranks
 
@@ -117,5 +116,5 @@ UNKNOWN: dict[str, Any] = {"train": None, "val": None, "test": None, "streams": 
     ],
 )
 def test_facts_of_a_plan(topology: Topology, changes: dict[str, Any], facts: list[str]) -> None:
-    text = " ".join(render({**PLAN, **changes}, topology).split())
+    text = " ".join(render_plan({**PLAN, **changes}, topology).split())
     assert [fact for fact in facts if fact not in text] == []

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from framework.command.request import Request
-from framework.config.parse import parse
-from framework.config.topology import Topology
-from framework.jobs.tune.job import training_command
+from tests.helpers.internals import Request, Topology, parse, training_command
 from tests.unit.config.raw import raw_config
 
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from framework.monitoring.failure import failure_facts
-from framework.monitoring.late_ranks import RankState
-from framework.monitoring.rank_status import RankPhase
+from tests.helpers.internals import RankPhase, RankState, failure_facts
 
 LOST_PEER = "RuntimeError: [pair.cc:538] Connection closed by peer [127.0.0.1]:81"
 OF_PEERS = ("RuntimeError: [", "RuntimeError: Application timeout", "torch.distributed.")

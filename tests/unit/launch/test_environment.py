@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.distributed.store import SECRET
 from framework.errors import TopologyError
-from framework.launch.cluster_environment import (
+from tests.helpers.internals import (
+    SECRET,
     ClusterEnvironment,
     ReportedByRankZeroError,
     chooses_own_ranks,

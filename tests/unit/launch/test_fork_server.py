@@ -13,10 +13,8 @@ import psutil
 import pytest
 
 from framework.errors import LaunchError
-from framework.launch.child import Child, Message
-from framework.launch.fork_server import ForkServer
-from framework.launch.run_server import RunServer
 from tests.helpers import processes
+from tests.helpers.internals import Child, ForkServer, Message, RunServer
 from tests.helpers.stopping import wait_until
 
 DEADLINE_S = 60.0

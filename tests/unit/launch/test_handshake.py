@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from framework.distributed.store import SECRET
 from framework.errors import ConfigError, RunError
-from framework.launch.fingerprint import Fingerprint, differences, fingerprint
-from framework.launch.handshake import Handshake
+from tests.helpers.internals import SECRET, Fingerprint, Handshake, differences, fingerprint
 
 OURS = {"recipe": "toy", "seed": "1", "conf/a.yaml": "sha256 1", "python": "3.11"}
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from framework.launch.rank_environment import network_environment
+from tests.helpers.internals import network_environment
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.monitoring.late_ranks import Progress, RankState, max_progress, ranks_behind, waited_for
-from framework.monitoring.node_monitor import Limits, NodeMonitor, RankInfo
-from framework.monitoring.rank_status import RankPhase, RankStatus
+from tests.helpers.internals import (
+    Limits,
+    NodeMonitor,
+    Progress,
+    RankInfo,
+    RankPhase,
+    RankState,
+    RankStatus,
+    max_progress,
+    ranks_behind,
+    waited_for,
+)
 from tests.unit.launch.statements import state
 
 # Who is waited for

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.monitoring.oom_kills import count_oom_kills, killed_since
+from tests.helpers.internals import count_oom_kills, killed_since
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from framework.config.parse import parse
-from framework.config.schema import Config
-from framework.config.topology import Topology
 from framework.errors import ConfigError, TopologyError
-from framework.launch.cluster_environment import ClusterEnvironment
-from framework.launch.external import external_topology
+from tests.helpers.internals import ClusterEnvironment, Config, Topology, external_topology, parse
 from tests.unit.config.raw import raw_config
 
 CLUSTER = ClusterEnvironment("srun", rank=0, local_rank=0, nnodes=2, procs_per_node=4, host="a", port=1)

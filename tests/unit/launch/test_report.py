@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.monitoring.failure import FailureKind, RankFailure
-from framework.monitoring.rank_status import RankPhase
-from framework.monitoring.report import FailureReport, make_report
+from tests.helpers.internals import FailureKind, FailureReport, RankFailure, RankPhase, make_report
 from tests.unit.launch.statements import LOST_PEER, TIMED_OUT, end, observed, record, state, statement
 
 

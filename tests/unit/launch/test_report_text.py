@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from framework.monitoring.advice import advice
-from framework.monitoring.failure import FailureKind, RankFailure
-from framework.monitoring.rank_status import RankPhase
-from framework.monitoring.report import FailureReport, late_line, list_ranks, make_report, render
+from tests.helpers.internals import (
+    FailureKind,
+    FailureReport,
+    RankFailure,
+    RankPhase,
+    advice,
+    late_line,
+    list_ranks,
+    make_report,
+    render_failure,
+)
 from tests.unit.launch.statements import LOST_PEER, TIMED_OUT, end, observed, record, state, statement
 
 
@@ -22,7 +29,7 @@ def report_of(*ranks: dict[str, Any], world_size: int | None = None) -> FailureR
 def test_an_unexpected_error_shows_traceback_and_rank() -> None:
     lost = [observed(rank, record=record(time=5.0, error=LOST_PEER)) for rank in (0, 2, 3)]
     report = report_of(*lost, observed(1, record=record(time=5.0), exit=end(time=5.1, status=1)))
-    assert render(replace(report, file="runs/x/failure.json")) == (
+    assert render_failure(replace(report, file="runs/x/failure.json")) == (
         "Traceback (most recent call last):\n"
         "  File x\n"
         "ValueError: no\n"
@@ -46,7 +53,7 @@ STACKS = (
 def test_a_hung_rank_is_shown_with_advice() -> None:
     at = state(1, collectives=19, phase=RankPhase.DATA, still_s=40.0)
     waiting = observed(state(0, still_s=30.0), record=record(time=5.0, error=TIMED_OUT))
-    text = render(report_of(waiting, observed(at, stacks=STACKS), observed(state(2, still_s=31.0))))
+    text = render_failure(report_of(waiting, observed(at, stacks=STACKS), observed(state(2, still_s=31.0))))
     assert text.startswith("──── Rank 1 of 3 (pid 1001) hung; the others waited 30 s in backward\n")
     for line in ("others   rank 0 timed out", "stack    read at recipes/mine.py:27", "fetch at torch/utils/data.py:7"):
         assert f"  {line}\n" in text
@@ -56,10 +63,10 @@ def test_a_hung_rank_is_shown_with_advice() -> None:
 def test_an_expected_error_shows_no_traceback() -> None:
     wrong = record(time=1.0, error="optimizer.lr=lots isn't a number.", expected=True, exit_status=2)
     refused = report_of(observed(0, record=wrong), observed(1, record={**wrong, "time": 1.1}))
-    assert (render(refused), refused.first.exit_status) == ("optimizer.lr=lots isn't a number.", 2)
+    assert (render_failure(refused), refused.first.exit_status) == ("optimizer.lr=lots isn't a number.", 2)
     full = record(time=1.0, error="The disk is full.\nMake room.", expected=True)
-    assert render(report_of(observed(0, record=full))) == "The disk is full.\nMake room."
-    text = render(report_of(observed(0), observed(1, record=full)))
+    assert render_failure(report_of(observed(0, record=full))) == "The disk is full.\nMake room."
+    text = render_failure(report_of(observed(0), observed(1, record=full)))
     assert text.startswith("The disk is full.\nMake room.\n\n──── Rank 1 of 2 (pid 1001) failed first\n")
 
 
@@ -67,9 +74,11 @@ def test_an_expected_error_shows_no_traceback() -> None:
 def test_no_line_is_long(status: int | None) -> None:
     error = "RuntimeError: " + "very " * 40 + "long\nand more"
     ended = report_of(observed(0), observed(1, exit=end(time=1.0, status=status, early=status == 0)), world_size=20_000)
-    raised = render(report_of(observed(0), observed(1, record=record(time=1.0, error=error))))
+    raised = render_failure(report_of(observed(0), observed(1, record=record(time=1.0, error=error))))
     assert "and more" in raised.splitlines()
-    assert all(len(line) <= 100 for line in (*render(ended).splitlines(), *raised[raised.index("────") :].splitlines()))
+    framed = raised[raised.index("────") :]
+    for line in render_failure(ended).splitlines() + framed.splitlines():
+        assert len(line) <= 100
 
 
 def test_what_became_of_the_others() -> None:
@@ -83,7 +92,7 @@ def test_what_became_of_the_others() -> None:
         observed(5, exit=end(time=3.0, status=-11)),
         observed(6, record=record(time=3.0)),
     )
-    text = render(replace(report, unsaved="failure.json can't be written: No space left on device."))
+    text = render_failure(replace(report, unsaved="failure.json can't be written: No space left on device."))
     assert "CPU, in meeting before its first step\n" in text
     assert "\n  Rank 3 also failed: KeyError: 'x'\n  Ranks 4–5 also failed: killed by SIGSEGV\n  where " in text
     assert "  others   rank 6 failed with the same error; rank 1 lost the connection; rank 2 timed out\n" in text
@@ -91,7 +100,7 @@ def test_what_became_of_the_others() -> None:
 
 
 def test_a_few_of_many_other_causes_are_shown() -> None:
-    text = render(
+    text = render_failure(
         report_of(*(observed(rank, record=record(time=rank, error=f"KeyError: {rank}")) for rank in range(9)))
     )
     assert text.count("also failed: KeyError") == 4

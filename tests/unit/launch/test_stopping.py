@@ -9,8 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.launch.plan import MonitorLink
-from framework.launch.stopping import StopRequest
+from tests.helpers.internals import MonitorLink, StopRequest
 
 
 class FakeRunStore:

@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from framework.distributed.store import SECRET, RunStore, UnverifiedError, listen
+from tests.helpers.internals import SECRET, RunStore, UnverifiedError, listen
 
 
 def test_a_value_needs_its_secret_and_key(monkeypatch: pytest.MonkeyPatch) -> None:

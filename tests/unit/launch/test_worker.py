@@ -11,11 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.config.topology import Topology
 from framework.errors import ConfigError, PreflightError, RunError
-from framework.launch.plan import MonitorLink, RankArguments
-from framework.launch.worker import run_entry
-from framework.monitoring.rank_status import RankStatus
+from tests.helpers.internals import MonitorLink, RankArguments, RankStatus, Topology, run_entry
 from tests.unit.launch.statements import TIMED_OUT
 
 DATABASE = "the feature database: timed out waiting for an answer"

@@ -18,11 +18,9 @@ import pytest
 import torch
 from torch import nn
 
-from framework.config.schema import ProgressMode
-from framework.launch.child import Tee, show_status
-from framework.loggers import ConsoleLogger, console
-from framework.system.run_dir import RunDir
+from framework.loggers import ConsoleLogger
 from framework.types import FitInfo, StepInfo
+from tests.helpers.internals import ProgressMode, RunDir, Tee, console_module, show_status
 
 LOSS = torch.zeros((), device="meta")
 """A loss nobody can read: what looks at its value fails."""
@@ -41,7 +39,7 @@ def step_info(step: int) -> StepInfo:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now_s=1000.0)
-    monkeypatch.setattr(console, "monotonic", lambda: clock.now_s)
+    monkeypatch.setattr(console_module, "monotonic", lambda: clock.now_s)
     return clock
 
 

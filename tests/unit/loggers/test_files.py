@@ -19,10 +19,10 @@ from torch import nn
 
 from framework import Text
 from framework.loggers import JsonlLogger, TensorBoardLogger
-from framework.system.run_dir import RunDir
 from framework.types import FitInfo
 from tests.helpers import results
 from tests.helpers.disks import full_at
+from tests.helpers.internals import RunDir
 
 Logger = JsonlLogger | TensorBoardLogger
 Curves = dict[str, list[tuple[int, Any]]]

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from framework.errors import ConfigError
-from framework.loggers.jsonl import JsonLines
-from framework.system.json_lines import metrics_fault
 from tests.helpers.disks import full_at
+from tests.helpers.internals import JsonLines, metrics_fault
 from tests.helpers.records import read_rows
 
 ROW_BYTES = len('{"step": 1}\n')

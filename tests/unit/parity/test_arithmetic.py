@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.jobs.parity.comparison import tensor_difference
-from framework.jobs.parity.recording import moments, move_weights, sketch, switch_off_dropout, tolerance
+from tests.helpers.internals import moments, move_weights, sketch, switch_off_dropout, tensor_difference, tolerance
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from framework.config.parse import parse
-from framework.jobs.preflight.report import BETWEEN, WITHIN, assess, render
+from tests.helpers.internals import BETWEEN, WITHIN, assess_preflight, parse, render_preflight
 from tests.unit.config.raw import raw_config
 
 # Importing rich draws a random number.
@@ -85,7 +84,7 @@ def assessed(given: dict[str, Any], **keys: Any) -> dict[str, Any]:
     }
     limits = {f"preflight.{key}": value for key, value in keys.items()}
     settings = parse(raw_config({"preflight.max_bytes": 16384, **limits})).preflight
-    return {**found, **assess(found, settings)}
+    return {**found, **assess_preflight(found, settings)}
 
 
 GENEROUS = {
@@ -195,7 +194,7 @@ def test_a_clock_within_measurement_error_passes() -> None:
 
 def test_what_was_left_out_is_noted() -> None:
     result = assessed({"max_bytes": 4096, "num_links": {WITHIN: 2, BETWEEN: 1234}})
-    assert "2 of 1,234 links" in render(result)
+    assert "2 of 1,234 links" in render_preflight(result)
     (note,) = result["notes"]
     assert "nothing above 4 KiB" in note
 
@@ -237,7 +236,7 @@ def test_the_slowest_link_compared_with_its_kind(
 
 def test_the_shown_median_is_the_compared_one() -> None:
     given = links_at(374e6, 417e6, 3065e6)
-    page = render(assessed({**given, "num_links": {WITHIN: 0, BETWEEN: 3}}))
+    page = render_preflight(assessed({**given, "num_links": {WITHIN: 0, BETWEEN: 3}}))
     assert "median 100 µs one way, 417 MB/s at 4 MiB" in page
     assert "374 MB/s, 1.1 times slower than the median between nodes\n" in page
 

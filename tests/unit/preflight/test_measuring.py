@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
-from framework.config.topology import Topology
-from framework.distributed.context import Context
-from framework.jobs.preflight.machine import data_root
-from framework.jobs.preflight.rank import (
+from tests.helpers.internals import (
+    Context,
     Peers,
+    Topology,
     clock_offsets,
     connect_peers,
+    data_root,
     link_rounds,
     measure_links,
     sent_values,

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from framework.distributed.collectives import gather_to_all
-from framework.distributed.context import Context
+from framework import Strategy
 from framework.strategies import DDP, FSDP, AllReduce, Butterfly, LocalSGD
-from framework.strategies.base import Strategy
+from tests.helpers.internals import Context, gather_to_all
 from tests.helpers.rank_pool import RankPool
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]

@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.config.topology import Topology
-from framework.distributed.collectives import gather_to_all
-from framework.distributed.context import Context
 from framework.errors import ConfigError
 from framework.strategies import DDP, Single, auto
 from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import Context, Topology, ddp_module, gather_to_all
 from tests.helpers.rank_pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("own_state")
@@ -32,9 +30,7 @@ def test_auto_is_single_or_ddp() -> None:
 def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What DistributedDataParallel was made with."""
     found: dict[str, Any] = {}
-    monkeypatch.setattr(
-        "framework.strategies.ddp.DistributedDataParallel", lambda model, **how: found.update(how, model=model)
-    )
+    monkeypatch.setattr(ddp_module, "DistributedDataParallel", lambda model, **how: found.update(how, model=model))
     return found
 
 

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from framework.config.topology import Topology
-from framework.distributed.context import Context
-from framework.distributed.process_group import group_timeout, set_timeout
-from framework.distributed.sharded import is_dtensor, is_model_sharded
 from framework.strategies import FSDP
 from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import Context, Topology, group_timeout, is_dtensor, is_model_sharded, set_timeout
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.results import differ
 from tests.parity.training import STRATEGIES, How, WeightsOfSteps, trainer_of

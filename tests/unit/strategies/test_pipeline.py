@@ -11,14 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.distributed.context import Context
-from framework.distributed.sharded import has_output, is_model_sharded, num_parameters
 from framework.errors import TargetError
-from framework.optim.precision import PrecisionPlugin
 from framework.strategies import Pipeline
-from framework.system.late_dynamo import import_dynamo_late
 from framework.types import DataShare, MicroBatch, StepOutput, Window
 from tests.helpers.contexts import CPU, cpu_context
+from tests.helpers.internals import (
+    Context,
+    PrecisionPlugin,
+    has_output,
+    import_dynamo_late,
+    is_model_sharded,
+    num_parameters,
+)
 from tests.helpers.rank_pool import RankPool
 from tests.unit.small_trainer import Squares
 

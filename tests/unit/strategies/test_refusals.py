@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from framework.config.schema import Precision
-from framework.config.topology import Topology
-from framework.distributed.context import Context
+from framework import Strategy
 from framework.errors import ConfigError, FrameworkError, TargetError, TopologyError
 from framework.strategies import DDP, FSDP, AllReduce, LocalSGD, Pipeline, Single, auto
-from framework.strategies.base import Strategy
 from framework.types import DataShare
 from tests.helpers.contexts import cpu_context
+from tests.helpers.internals import Context, Precision, Topology
 
 Make = Callable[..., Strategy]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.distributed.context import Context
 from framework.strategies import DDP, AllReduce, LocalSGD
+from tests.helpers.internals import Context
 from tests.helpers.rank_pool import RankPool
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]

@@ -12,10 +12,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from framework.data.batching import BatchPlan, micro_batches
 from framework.errors import ConfigError
-from framework.jobs.tune.batch_size import BatchSizing, largest_fitting, resolution
-from framework.jobs.tune.lr_range import assess, plot
+from tests.helpers.internals import (
+    BatchPlan,
+    BatchSizing,
+    assess_lr_range,
+    largest_fitting,
+    micro_batches,
+    plot,
+    resolution,
+)
 
 SIZES = st.integers(1, 100_000)
 NUMBERS = st.integers(1, 300)
@@ -89,7 +95,7 @@ def found(loss: Callable[[float], float], *, noise: float = 0.0, threshold: floa
     """What tune.json has of a test with this loss."""
     draws = random.Random(3)
     rates = (1e-7 * 10 ** (8 * number / 99) for number in range(100))
-    return assess(((lr, loss(lr) * (1 + noise * draws.gauss(0, 1))) for lr in rates), threshold=threshold)
+    return assess_lr_range(((lr, loss(lr) * (1 + noise * draws.gauss(0, 1))) for lr in rates), threshold=threshold)
 
 
 @pytest.mark.parametrize("knee", [1e-5, 1e-3, 1e-1])
@@ -101,7 +107,7 @@ def test_the_suggestion_moves_with_the_curve(knee: float) -> None:
 
 def test_the_suggestion_ignores_scale_and_first_rate() -> None:
     whole = found(loss_at, noise=0.01)
-    later = assess([(point["lr"], point["loss"]) for point in whole["points"][30:]], threshold=4.0)
+    later = assess_lr_range([(point["lr"], point["loss"]) for point in whole["points"][30:]], threshold=4.0)
     assert later["suggestion"]["lr"] == pytest.approx(whole["suggestion"]["lr"], rel=0.3)
     assert found(lambda lr: 1000 * loss_at(lr))["suggestion"] == found(loss_at)["suggestion"]
 
@@ -139,7 +145,7 @@ def test_noise_alone_is_no_fall(noise: float) -> None:
 def test_any_losses_can_be_plotted() -> None:
     pytest.importorskip("matplotlib")
     for losses in ([math.nan], [1.0], [2.0, 2.0, 2.0], [1e30, 1.0, 1e-30, math.inf]):
-        curve = assess([(10.0 ** (number - 7), loss) for number, loss in enumerate(losses)], threshold=None)
+        curve = assess_lr_range([(10.0 ** (number - 7), loss) for number, loss in enumerate(losses)], threshold=None)
         ElementTree.fromstring(plot(curve, title="$a < b & c"))
     image = plot(found(loss_at), title="toy: 8 samples per step")
     for label in ("suggested 0.", "falls from 0.", "lowest at 0.", "a tenth of that 0."):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from framework.errors import RunError
-from framework.jobs.tune.batch_size import DeviceMemory, HostMemory, is_out_of_memory
+from tests.helpers.internals import DeviceMemory, HostMemory, is_out_of_memory
 
 MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
