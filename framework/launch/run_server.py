@@ -33,7 +33,11 @@ class RunServer:
     """
 
     def __init__(self, connection: Connection, *, defaults: Mapping[str, str]) -> None:
-        """defaults: environment variables of the children, for those that the user hasn't set."""
+        """Use a connection to a server.
+
+        Args:
+            defaults: Environment variables of the children, for those that the user hasn't set.
+        """
         self._connection = connection
         self._defaults = defaults
 
@@ -42,18 +46,16 @@ class RunServer:
 
     def spawn(self, child: Child, *, fds: Sequence[int] = ()) -> None:
         """Have a child forked that gets this process's present environment and working directory, and `fds`."""
-        self._send(
-            {
-                "op": "spawn",
-                "child": child,
-                "environment": {**self._defaults, **os.environ, **child.environment},
-                "cwd": Path.cwd(),
-                "sys_path": sys.path,
-                "argv": sys.argv,
-                "num_fds": len(fds),
-            },
-            fds=fds,
-        )
+        request = {
+            "op": "spawn",
+            "child": child,
+            "environment": {**self._defaults, **os.environ, **child.environment},
+            "cwd": Path.cwd(),
+            "sys_path": sys.path,
+            "argv": sys.argv,
+            "num_fds": len(fds),
+        }
+        self._send(request, fds=fds)
 
     def kill(self, key: str) -> None:
         """Send SIGKILL to a child if it still runs: only the process that reaps it can be sure of its pid."""
@@ -77,7 +79,8 @@ class RunServer:
         deadline = time.monotonic() + ENDS_WITHIN_S
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            if not select.select([self], [], [], left_s)[0]:
+            readable, _, _ = select.select([self], [], [], left_s)
+            if not readable:
                 return []
             event = self.next_event()
             if "left" in event:
@@ -100,12 +103,14 @@ class RunServer:
 def serve_run(fd: int, *, command_pid: int) -> NoReturn:
     """Serve one run in a fork of the fork server; if the command ends first, end all that is left of the run.
 
-    fd: of the connection to the command.
+    Args:
+        fd: The file descriptor of the connection to the command.
     """
     adopt_orphans()
     server_pid = os.getpid()
     command = None
-    with suppress(OSError, AttributeError):  # the command has ended already, or the kernel is older than 5.3
+    # The command may have ended already, or the kernel is older than 5.3.
+    with suppress(OSError, AttributeError):
         command = os.pidfd_open(command_pid)
 
     with Connection(fd) as connection:
@@ -124,7 +129,8 @@ def serve_run(fd: int, *, command_pid: int) -> NoReturn:
 def _leave_without_command(server: _Server) -> NoReturn:
     left = server.end_all()
     if left:
-        with suppress(OSError):  # the terminal is gone
+        # The terminal may be gone.
+        with suppress(OSError):
             print(left_behind(left), file=sys.stderr, flush=True)
     os._exit(0)
 
@@ -150,8 +156,11 @@ class _Server:
     def __init__(self, connection: Connection, *, command: int | None) -> None:
         self._connection = connection
         self._command = command
-        # Of children not yet reaped, by pid. Other children are orphans that this process has adopted.
+        # The keys of the children that aren't reaped yet, by pid. Other children are orphans that this process has
+        # adopted.
         self._keys: dict[int, str] = {}
+        # Descriptions of the processes that the children left behind.
+        self._left: list[str] = []
 
     def serve(self) -> tuple[Message, list[int]]:
         """Serve requests. Return only in a forked child: what it is to do, and its file descriptors.
@@ -184,10 +193,16 @@ class _Server:
                     raise EOFError
 
     def end_all(self) -> list[str]:
-        """Kill the children and end the processes that they left behind; return descriptions of these."""
+        """Kill the children and end the processes that they left behind; return descriptions of these.
+
+        Called a second time if the command ended before it got the answer of the first one.
+        """
         for pid in self._keys:
             os.kill(pid, signal.SIGKILL)
-        return end_descendants()
+        # `end_descendants` reaps them, and then their pids may be those of other processes.
+        self._keys.clear()
+        self._left += end_descendants()
+        return self._left
 
     def _handle(self, message: Message) -> None:
         if message["op"] == "end":
@@ -209,7 +224,8 @@ class _Server:
         return pid
 
     def _reap(self) -> None:
-        with suppress(ChildProcessError):  # there are none
+        # There may be no children.
+        with suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,4 +28,11 @@ def wait_long(arguments: dict[str, Any]) -> int:
     Path(arguments["ready"] + ".tmp").write_text(str(os.getpid()))
     Path(arguments["ready"] + ".tmp").rename(arguments["ready"])
     time.sleep(120.0)
+    return 0
+
+
+def leave_behind(arguments: dict[str, Any]) -> int:
+    """End before a process that this one has started."""
+    process = subprocess.Popen(["sleep", "120"])
+    Path(arguments["started"]).write_text(str(process.pid))
     return 0

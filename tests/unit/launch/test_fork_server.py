@@ -116,3 +116,20 @@ def test_a_dead_server_is_noticed_and_ends_children(start: Callable[..., RunServ
     assert settled(children) == []
     with pytest.raises(LaunchError, match="ended"):
         server.spawn(child("end", how=0))
+
+
+def test_a_command_may_leave_without_the_answer(
+    start: Callable[..., RunServer], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The server ends everything once, and prints what the children left behind, as nobody else can."""
+    server = start()
+    children = waiting(server, tmp_path, "one", "other")
+    parent = children[0].parent()
+    assert parent is not None
+    server.spawn(child("leave_behind", key="leaver", started=str(tmp_path / "left")))
+    assert ends(server)["leaver"]["status"] == 0
+    pid = int((tmp_path / "left").read_text())
+    server.end()
+    server.close()
+    assert settled([parent, *children]) == []
+    assert capfd.readouterr().err == f"Left behind by the ranks, and ended: pid {pid} (sleep 120)\n"
