@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.helpers.internals import compose
+from tests.helpers.internals import (
+    compose,
+    export_job_module,
+    job_module,
+    parity_job_module,
+    plan_job_module,
+    sweep_module,
+)
 from tests.helpers.trust import trusting
 
 
@@ -30,10 +37,10 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     """The command in a folder with the module `own`, without a process that could start anything."""
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    for name in ("job.run_ranks", "sweep.Sweep"):
-        monkeypatch.setattr(f"framework.command.{name}", start)
-    for job in ("plan", "parity", "export"):
-        monkeypatch.setattr(f"framework.jobs.{job}.job.call_in_child", start)
+    monkeypatch.setattr(job_module, "run_ranks", start)
+    monkeypatch.setattr(sweep_module, "Sweep", start)
+    for module in (plan_job_module, parity_job_module, export_job_module):
+        monkeypatch.setattr(module, "call_in_child", start)
 
     def run(*overrides: str) -> Answer:
         capfd.readouterr()

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from framework.checkpoint.writer import point as point_checkpoint
     from framework.checkpoint.writer import write as write_checkpoint
     from framework.command import compose
+    from framework.command import job as job_module
+    from framework.command import sweep as sweep_module
     from framework.command import trust as trust_module
     from framework.command.equivalents import commands, environment
     from framework.command.job import check_config
@@ -162,6 +164,7 @@ if TYPE_CHECKING:
     from framework.engine.restore import restore as restore_run
     from framework.engine.setup import procs_on_cores
     from framework.engine.state_bytes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
+    from framework.jobs.export import job as export_job_module
     from framework.jobs.export import model_file as model_file_module
     from framework.jobs.export.job import Export, output_path
     from framework.jobs.export.model_file import TOLERANCES, check_close
@@ -171,6 +174,7 @@ if TYPE_CHECKING:
     from framework.jobs.parity.comparison import render as render_parity
     from framework.jobs.parity.recording import moments, move_weights, sketch, switch_off_dropout, tolerance
     from framework.jobs.plan import estimate as plan_estimate_module
+    from framework.jobs.plan import job as plan_job_module
     from framework.jobs.plan.job import rank_table
     from framework.jobs.plan.job import render as render_plan
     from framework.jobs.preflight.machine import data_root
