@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import operator
 import re
 import sys
@@ -35,6 +36,7 @@ _HEAD = ("run", "recipe", "status", "metric", "best", "last", "time", "started",
 _NARROW_COLUMNS = ("run", "status", "best", "last", "time")
 _NARROW_BELOW = ("recipe", "started", "metric", "overrides")
 _RIGHT_ALIGNED = ("best", "last", "time")
+_SCORES = ("best", "last")
 _GAP = "  "
 # Columns of the terminal. With fewer left, overrides go on a line of their own.
 _MIN_OVERRIDES = 20
@@ -59,7 +61,8 @@ def matching(records: Sequence[RunRecord], conditions: str | None) -> list[RunRe
 def ordered(records: Sequence[RunRecord], name: str) -> list[RunRecord]:
     """Return the runs sorted by a column, metric or key; descending if the name begins with a minus.
 
-    Runs without a value come last.
+    The columns `best` and `last` ascend from the worst to the best value, whether low or high ones are better. Runs
+    without a value come last.
     """
     is_descending = name.startswith("-")
     name = name.removeprefix("-")
@@ -71,6 +74,8 @@ def ordered(records: Sequence[RunRecord], name: str) -> list[RunRecord]:
 
     def sort_key(record: RunRecord) -> Any:
         value = record.value(name)
+        if name in _SCORES and record.mode == "min":
+            return -value
         return value if are_comparable else str(value)
 
     return sorted(present, key=sort_key, reverse=is_descending) + absent
@@ -109,7 +114,8 @@ def _names(record: RunRecord) -> list[str]:
 
 
 def _is_absent(value: Any) -> bool:
-    return value is MISSING or value is None
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return value is MISSING or value is None or is_nan
 
 
 def _number(text: str) -> float | None:

@@ -253,6 +253,11 @@ class RunRecord:
         return monitor
 
     @property
+    def mode(self) -> str:
+        """Return `min` or `max`: which values of `monitor` are better."""
+        return str(self.facts["mode"])
+
+    @property
     def started(self) -> datetime:
         """Return when it was last started, in local time."""
         return datetime.fromisoformat(self.facts["started"]).astimezone()
@@ -338,7 +343,7 @@ class RunRecord:
         rows = [row for row in read_rows(self.run_dir, having=name) if row.get(name) is not None]
         if not rows:
             return _Validated({}, {})
-        choose = max if self.facts["mode"] == "max" else min
+        choose = max if self.mode == "max" else min
         best = choose(rows, key=lambda row: row[name])
         return _Validated(_metrics_of(best), _metrics_of(rows[-1]))
 

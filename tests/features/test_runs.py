@@ -111,6 +111,9 @@ def test_runs_are_filtered_and_sorted(answer: Command, made: Made) -> None:
     assert listed() == ["slow", "fast"]
     assert listed("runs.sort=-started") == ["fast", "slow"]
     assert listed("runs.sort=val/loss") == ["fast", "slow"]
+    # A low loss is better.
+    assert listed("runs.sort=-best") == ["fast", "slow"]
+    assert listed("runs.sort=best") == ["slow", "fast"]
     assert listed("runs.sort=-optimizer.lr") == ["fast", "slow"]
     loss = results.metrics(Path("outputs/toy/fast"))["val/loss"]
     for condition, expected in {
@@ -309,7 +312,7 @@ def test_a_report_is_whole_and_loads_nothing(answer: Command, made: Made) -> Non
     charts = [attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"]
     assert {"val/loss over steps", "train/loss over steps", "train/lr over steps"} <= set(charts)
     lines = [attributes for tag, attributes in page.tags if tag == "polyline"]
-    assert {line["class"] for line in lines} == {"line c0", "line c1"}
+    assert {line["class"] for line in lines} == {"line c0 p0", "line c1 p0"}
     for text in (
         "<script>alert(1)</script>",
         "+<b>",

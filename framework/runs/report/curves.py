@@ -12,14 +12,15 @@ Curve = list[tuple[int, float | None]]
 
 # The whole chart in SVG units, about one pixel each on a phone.
 WIDTH = 400
-HEIGHT = 220
+HEIGHT = 232
 # The plot area in it.
 LEFT = 48
 RIGHT = 392
 TOP = 8
 BOTTOM = 194
-# Colors in style.css; further runs repeat them, dashed.
-NUM_COLORS = 8
+# In style.css. Runs take the colors in turn, first with solid lines, then with each pattern.
+NUM_COLORS = 12
+NUM_PATTERNS = 4
 # Points of a curve: one for each unit.
 MAX_POINTS = WIDTH
 _NUM_TICKS = 4
@@ -35,6 +36,17 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A point of a curve that is marked."""
+
+    # CSS classes.
+    color: str
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
 class Chart:
     """What is drawn of one metric."""
 
@@ -46,6 +58,8 @@ class Chart:
     y_ticks: list[tuple[float, str]]
     x_ticks: list[tuple[float, str]]
     lines: list[Line]
+    # The best value of each run: its color, its place, and what it is. None are marked if what is better isn't known.
+    best: list[Mark]
 
 
 def thinned(curve: Curve, *, max_points: int = MAX_POINTS) -> Curve:
@@ -67,8 +81,13 @@ def thinned(curve: Curve, *, max_points: int = MAX_POINTS) -> Curve:
     return points
 
 
-def chart(curves: Sequence[Curve | None], *, name: str) -> Chart:
-    """Return the chart of one metric. curves: one for each run, None for a run without it."""
+def chart(curves: Sequence[Curve | None], *, name: str, mode: str | None = None) -> Chart:
+    """Return the chart of one metric.
+
+    Args:
+        curves: one for each run, None for a run without it.
+        mode: `min` or `max` marks each run's best value.
+    """
     stretches = []
     for number, curve in enumerate(curves):
         for stretch in _finite(curve or []):
@@ -86,6 +105,12 @@ def chart(curves: Sequence[Curve | None], *, name: str) -> Chart:
     for number, stretch in stretches:
         places = [(x(step), y(value)) for step, value in stretch]
         lines.append(Line(color(number), places))
+    best = []
+    for number, curve in enumerate(curves):
+        point = best_point(curve or [], mode=mode)
+        if point is not None:
+            step, value = point
+            best.append(Mark(color(number), x(step), y(value), f"best: {value:.4g} at step {step:,}"))
     whole_steps = [value for value in ticks(x.low, x.high) if value == int(value)]
     return Chart(
         name,
@@ -94,14 +119,22 @@ def chart(curves: Sequence[Curve | None], *, name: str) -> Chart:
         y_ticks=[(y(value), format_tick(value)) for value in ticks(y.low, y.high)],
         x_ticks=[(x(value), format_tick(value)) for value in whole_steps],
         lines=lines,
+        best=best,
     )
+
+
+def best_point(curve: Curve, *, mode: str | None) -> tuple[int, float] | None:
+    """Return the step and the value of the first best point; None if there is none, or `mode` is None."""
+    points = [(step, value) for step, value in curve if value is not None]
+    if mode is None or not points:
+        return None
+    choose = min if mode == "min" else max
+    return choose(points, key=lambda point: point[1])
 
 
 def color(number: int) -> str:
     """Return the CSS classes of the run with this index."""
-    classes = f"c{number % NUM_COLORS}"
-    is_dashed = number // NUM_COLORS % 2 == 1
-    return f"{classes} dashed" if is_dashed else classes
+    return f"c{number % NUM_COLORS} p{number // NUM_COLORS % NUM_PATTERNS}"
 
 
 class Scale:

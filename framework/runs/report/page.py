@@ -12,6 +12,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import re
 import shlex
 import struct
@@ -77,8 +78,8 @@ def make_page(records: Sequence[RunRecord]) -> str:
         points={"area": _AREA, "colors": curves.NUM_COLORS, "curves": list(charts.values())},
         runs=[_run(number, record) for number, record in enumerate(records)],
         failures=list(_failures(records)),
-        results=_rows(metrics(records) | logged_once),
-        charts=_figures(charts),
+        results=_rows(metrics(records) | logged_once, better=_better(records)),
+        charts=_figures(charts, records=records),
         tables=list(_tables(records)),
         evaluations=list(_evaluations(records)),
         media=list(_media(records)),
@@ -231,11 +232,38 @@ def _failure(file: Path, run_dir: RunDir) -> str:
 # Numbers
 
 
-def _rows(section: Section) -> list[tuple[str, list[str]]]:
-    return [(name, [cell(value) for value in row]) for name, row in section.items()]
+class _Cell(NamedTuple):
+    text: str
+    # It is the best value of its row.
+    is_best: bool = False
 
 
-def _differences(records: Sequence[RunRecord]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+_Row = tuple[str, list[_Cell]]
+
+
+def _rows(section: Section, *, better: Mapping[str, str] | None = None) -> list[_Row]:
+    """Return the rows of a table. better: `min` or `max` by the names of the rows whose best value is marked."""
+    rows = []
+    for name, values in section.items():
+        best = None
+        if better is not None and name in better:
+            finite = [value for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+            choose = min if better[name] == "min" else max
+            best = choose(finite, default=None) if len(values) > 1 else None
+        rows.append((name, [_Cell(cell(value), best is not None and value == best) for value in values]))
+    return rows
+
+
+def _better(records: Sequence[RunRecord]) -> dict[str, str]:
+    """Return by the rows of results which value is better, `min` or `max`, if all runs agree on it."""
+    names = {record.monitor for record in records}
+    modes = {record.mode for record in records}
+    if len(names) != 1 or len(modes) != 1 or None in names:
+        return {}
+    return {f"{names.pop()} (best)": modes.pop()}
+
+
+def _differences(records: Sequence[RunRecord]) -> list[tuple[str, list[_Row]]]:
     sections = compare(records)
     # These are shown elsewhere on the page.
     del sections["run"], sections["metrics"]
@@ -290,20 +318,24 @@ def _order(name: str) -> tuple[int, str]:
 class _Figure:
     number: int
     chart: Chart
-    # The color and the last value of each run.
-    last: list[tuple[str, str]]
+    # The last value of each run.
+    last: list[tuple[_Label, str]]
 
 
-def _figures(charts: Mapping[str, Sequence[Curve | None]]) -> list[tuple[str, list[_Figure]]]:
+def _figures(
+    charts: Mapping[str, Sequence[Curve | None]], *, records: Sequence[RunRecord]
+) -> list[tuple[str, list[_Figure]]]:
     """Return the figures by the part of their names before the slash."""
+    modes = {record.monitor: record.mode for record in records}
     parts: dict[str, list[_Figure]] = defaultdict(list)
     for number, (name, lines) in enumerate(charts.items()):
         last = []
-        for run, line in enumerate(lines):
+        for run, (record, line) in enumerate(zip(records, lines, strict=True)):
             if line:
                 _, value = line[-1]
-                last.append((color(run), _value(value)))
-        parts[name.partition("/")[0]].append(_Figure(number, chart(lines, name=name), last))
+                last.append((_label(run, record), _value(value)))
+        figure = _Figure(number, chart(lines, name=name, mode=modes.get(name)), last)
+        parts[name.partition("/")[0]].append(figure)
     return list(parts.items())
 
 

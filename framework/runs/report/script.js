@@ -18,7 +18,8 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
       if (!point) return;
       const value = document.createElement("span");
       value.className = `c${number % charts.colors}`;
-      value.textContent = point[1] === null ? "not finite" : Number(point[1].toPrecision(4));
+      const prefix = found.length > 1 ? `${number + 1}: ` : "";
+      value.textContent = prefix + (point[1] === null ? "not finite" : Number(point[1].toPrecision(4)));
       output.append(value);
     });
   });

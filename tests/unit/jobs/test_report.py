@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.internals import CHART_LEFT, CHART_RIGHT, MAX_POINTS, Scale, chart, format_tick, thinned, ticks
+from tests.helpers.internals import (
+    CHART_LEFT,
+    CHART_RIGHT,
+    MAX_POINTS,
+    Scale,
+    chart,
+    format_tick,
+    run_color,
+    thinned,
+    ticks,
+)
 
 VALUES = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=3 * MAX_POINTS)
 
@@ -57,3 +67,17 @@ def test_every_value_has_a_place(values: list[float]) -> None:
 def test_ticks_are_short() -> None:
     shown = {0.25: "0.25", 2500: "2.5k", 1_200_000: "1.2M", 0: "0", 1e12: "1e+12", 1e-5: "1e-05"}
     assert {value: format_tick(value) for value in shown} == shown
+
+
+def test_many_runs_look_different() -> None:
+    assert len({run_color(number) for number in range(40)}) == 40
+
+
+@pytest.mark.parametrize(("mode", "text"), [("min", "best: -1 at step 3"), ("max", "best: 4 at step 2")])
+def test_the_best_value_is_marked(mode: str, text: str) -> None:
+    curve: list[tuple[int, float | None]] = [(1, 2.0), (2, 4.0), (3, -1.0), (4, None), (5, 4.0)]
+    drawn = chart([None, curve], name="val/loss", mode=mode)
+    (mark,) = drawn.best
+    assert (mark.text, mark.color) == (text, run_color(1))
+    assert (mark.x, mark.y) in drawn.lines[0].places
+    assert chart([None, curve], name="val/loss").best == []
