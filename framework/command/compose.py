@@ -6,6 +6,7 @@ No torch here, and none of Hydra's frames or settings around a job.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from argparse import Namespace
@@ -36,7 +37,7 @@ from framework.command.request import JobResult, PythonCall, Request
 from framework.command.resume import BaseRun, find_base, names_a_run, own_outputs
 from framework.command.sweep import check_sweep, grid, run_chosen, run_sweep
 from framework.config.assets import docs_dir, import_from_working_dir, user_config_dir
-from framework.config.parse import normalize_override, parse
+from framework.config.parse import listed_values, normalize_override, parse
 from framework.config.renamed import present_override
 from framework.config.saved import key_of, search_path_override, value_of
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError
@@ -101,7 +102,17 @@ def _own_answer(arguments: Sequence[str]) -> str | None:
             return Path(__file__).with_name("completion.bash").read_text()
         if "uninstall=bash" in arguments:
             return "complete -r framework python python3; unset -f _framework_completion"
+        return _listed_values(os.environ.get("COMP_LINE", ""))
     return None
+
+
+def _listed_values(line: str) -> str | None:
+    """Return completions of the line's last word if it is a key of values that the schema lists; else None."""
+    key, sign, start = line.rpartition(" ")[2].partition("=")
+    values = listed_values(key) if sign else []
+    if not values:
+        return None
+    return "\n".join(f"{key}={value}" for value in values if value.startswith(start))
 
 
 def _by_present_names(override: str) -> str:

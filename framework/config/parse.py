@@ -62,6 +62,29 @@ def known_keys(raw: Mapping[str, Any] | None = None) -> list[str]:
     return list(_keys(Config, raw, path=""))
 
 
+def listed_values(key: str) -> list[str]:
+    """Return the values of a key that the schema lists by name, for completion; none if it lists none."""
+    *parents, name = key.split(".")
+    section: Any = Config
+    for parent in parents:
+        field = _named_fields(section).get(parent)
+        if field is None or field.section is None:
+            return []
+        section = field.section
+
+    field = _named_fields(section).get(name)
+    if field is None:
+        return []
+    values = list(field.options)
+    if bool in field.kinds:
+        values += ["true", "false"]
+    if values and field.auto:
+        values.append("auto")
+    if values and field.nullable:
+        values.append("null")
+    return values
+
+
 def normalize_override(override: str) -> str:
     """Return an override as Hydra takes it, by what the schema says of its key.
 

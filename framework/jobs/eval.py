@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from framework.command.job import Job
@@ -37,5 +39,24 @@ class Eval(Job):
         rows = [(name, f"{value:.4f}") for name, value in results.get("metrics", {}).items()]
         lines = [f"Evaluated {config.recipe} on {config.eval.part}", format_table(rows)]
         for name, text in results.get("texts", {}).items():
-            lines += ["", name, text]
+            lines += ["", name, _with_plain_tables(text)]
         return self.closing(config, run_dir, results="\n".join(lines))
+
+
+def _with_plain_tables(text: str) -> str:
+    """Return a text with its Markdown tables in columns, as a terminal shows them."""
+    blocks = []
+    for is_table, group in groupby(text.splitlines(), key=lambda line: line.startswith("|")):
+        lines = list(group)
+        if is_table:
+            rows = [_cells(line) for line in lines]
+            blocks.append(format_table([row for row in rows if set("".join(row)) != {"-"}]))
+        else:
+            blocks.append("\n".join(lines))
+    return "\n".join(blocks)
+
+
+def _cells(line: str) -> list[str]:
+    """Return the cells of a line of a Markdown table."""
+    cells = re.split(r"(?<!\\)\|", line.strip())[1:-1]
+    return [cell.strip().replace("\\|", "|") for cell in cells]

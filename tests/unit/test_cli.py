@@ -373,6 +373,10 @@ complete_line() {
 complete_line "framework trainer.max_ep"
 complete_line "$PYTHON -m framework recipe=toy model=toy_"
 complete_line "$PYTHON -m http.server recipe=toy_"
+complete_line "framework job=pre"
+complete_line "framework -m trainer.precision=bf16-"
+complete_line "framework trainer.benchmark=t"
+complete_line "framework runs.format="
 eval "$(framework -sc uninstall=bash)"
 complete -p framework python
 """
@@ -384,6 +388,14 @@ def test_bash_completes_the_command_in_both_forms(tmp_path: Path) -> None:
     command = ["bash", "--norc", "-c", COMPLETE]
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     # Without the `=`, at which Bash begins a word of its own.
-    assert result.stdout.splitlines() == ["trainer.max_epochs=", "toy_model_parallel", ""]
+    assert result.stdout.splitlines() == [
+        "trainer.max_epochs=",
+        "toy_model_parallel",
+        "",
+        "preflight predict",
+        "bf16-mixed bf16-true",
+        "true",
+        "text csv json",
+    ]
     assert result.stderr.count("no completion specification") == 2
     assert list(tmp_path.iterdir()) == []

@@ -47,6 +47,7 @@ def lr_lines(lr: Mapping[str, Any] | None, *, has_schedule: bool) -> Iterator[st
     minimum = suggestion["minimum"]
     samples = f"{lr['global_batch_size']:,} samples"
     yield f"Learning rate: {best:.2g} for steps of {samples}, where the loss falls fastest"
-    yield (f"  It falls from {begins:.2g} to {minimum:.2g}; a tenth of the latter is more careful: {minimum / 10:.2g}")
+    yield f"  The loss falls with rates from {begins:.2g} to {minimum:.2g}, and rises above"
+    yield f"  More careful: {minimum / 10:.2g}, a tenth of the highest of these rates"
     if has_schedule:
         yield "  Found without the schedule, which starts at this rate or leads up to it"
