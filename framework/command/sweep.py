@@ -217,6 +217,7 @@ class Sweep:
         """
         run_dir = RunDir(_sub_run(request))
         number = run_dir.path.name
+        print(f"[{number}] {label}  running", flush=True)
         start = time.perf_counter()
         result = _run_caught(request)
         seconds = f"{time.perf_counter() - start:.1f}"

@@ -62,12 +62,15 @@ def test_a_failing_job_does_not_end_the_sweep(sweep, tmp_path):
     assert answer.status == 1
     (folder,) = tmp_path.glob("outputs/multirun/*")
     lines = answer.out.splitlines()
-    assert [line.split()[:3] for line in lines[1:4]] == [
+    assert [line.split()[:3] for line in lines[1:7]] == [
+        ["[0]", "seed=1", "running"],
         ["[0]", "seed=1", "finished"],
+        ["[1]", "seed=2", "running"],
         ["[1]", "seed=2", "FAILED"],
+        ["[2]", "seed=4", "running"],
         ["[2]", "seed=4", "finished"],
     ]
-    assert f"log: outputs/multirun/{folder.name}/1/logs/rank_0.log" in lines[2]
+    assert f"log: outputs/multirun/{folder.name}/1/logs/rank_0.log" in lines[4]
     assert "1 of 3 jobs failed: 1" in lines
     assert [row[2].partition(" ")[0] for row in rows(answer.out)] == ["finished", "FAILED", "finished"]
     assert [results.run_file(folder / str(n))["status"] for n in range(3)] == ["finished", "failed", "finished"]

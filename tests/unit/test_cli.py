@@ -392,7 +392,7 @@ def test_bash_completes_the_command_in_both_forms(tmp_path: Path) -> None:
         "trainer.max_epochs=",
         "toy_model_parallel",
         "",
-        "preflight predict",
+        "predict preflight",
         "bf16-mixed bf16-true",
         "true",
         "text csv json",

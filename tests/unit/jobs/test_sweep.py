@@ -48,12 +48,11 @@ def test_a_failing_job_is_shown_and_others_run(run: Callable[..., int], capsys: 
     assert run(0, 1, 2, 3) == 1
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.out.splitlines()]
-    assert [row[:3] for row in rows if row and row[0].startswith("[")] == [
-        ["[0]", "seed=0", "finished"],
-        ["[1]", "seed=1", "FAILED"],
-        ["[2]", "seed=2", "FAILED"],
-        ["[3]", "seed=3", "FAILED"],
-    ]
+    expected = []
+    for number, status in enumerate(["finished", "FAILED", "FAILED", "FAILED"]):
+        job = [f"[{number}]", f"seed={number}"]
+        expected += [[*job, "running"], [*job, status]]
+    assert [row[:3] for row in rows if row and row[0].startswith("[")] == expected
     # Leave out the column of seconds.
     table = [row[:-1] for row in rows if row and row[0] in "0123"]
     assert table[0] == ["0", "seed=0", "finished", "0.2500"]
