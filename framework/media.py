@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,20 @@ class Image:
             f"framework.Image got {given}. It takes a tensor or array of shape (H, W) or (C, H, W) with C 1, 3 or 4."
             f"{hint}"
         )
+
+
+class Drawing(Image):
+    """A picture of an evaluation that is drawn once its pixels are read.
+
+    Of each name, a run logs the newest every few seconds and at its end; see `training.logbook`.
+    """
+
+    def __init__(self, draw: Callable[[], Image]) -> None:
+        vars(self).update(caption="", _draw=draw)
+
+    @cached_property
+    def pixels(self) -> Any:
+        return vars(self)["_draw"]().pixels
 
 
 @dataclass(frozen=True, eq=False)

@@ -112,6 +112,7 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | Strea
         if test_loaders and not trainer.stop.on_request:
             test_results = _test(setup, trainer, test_loaders)
         setup.link.rank_status.set_phase(RankPhase.CLOSING)
+        trainer.logbook.log_drawings()
         if setup.context.is_main:
             write_results(setup, trainer, test=test_results, seconds=seconds)
         return EXIT_STOPPED if trainer.stop.on_request else None
@@ -178,9 +179,7 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
     # A run that is resumed after its end has logged this test already.
     results = setup.run_dir.read_run().get("results", {})
     if results.get("test") is None or results.get("steps") != trainer.progress.step:
-        trainer.logbook.log_values(evaluation.metrics)
-        trainer.logbook.log_values(evaluation.texts)
-        trainer.logbook.log_values(evaluation.media)
+        trainer.logbook.log_evaluation(evaluation)
     return {"step": step, "metrics": evaluation.metrics, "texts": markdown_texts(evaluation.texts)}
 
 
@@ -202,6 +201,7 @@ def _close(trainer: Trainer, loaders: Iterable[Any], *, failing: BaseException |
     closes = hooks(trainer.state.observers, "close")
     if trainer.checkpoints is not None:
         closes.append(trainer.checkpoints.close)
+    closes.append(trainer.logbook.close)
     closes += hooks(trainer.state.loggers.values(), "close")
     closes += [loader.close for loader in loaders]
 

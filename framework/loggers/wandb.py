@@ -152,7 +152,8 @@ class WandbLogger(Tracker):
     def _put(self, row: Row, values: Mapping[str, Any]) -> None:
         # The server has the steps before.
         if row["step"] >= self._run.starting_step:
-            self._run.log(dict(values), step=row["step"])
+            # W&B drops values of an earlier step than its last one, such as a drawing that has waited.
+            self._run.log(dict(values), step=max(row["step"], self._run.step))
 
     def _keep(self, path: Path, *, kind: str, name: str, aliases: Sequence[str]) -> None:
         if not path.exists():

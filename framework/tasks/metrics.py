@@ -6,6 +6,7 @@ Only `compute`, `text` and `media` wait for the device. Shapes: B samples, C cla
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d, cross_entropy
 
 from framework.errors import ConfigError, DataError
-from framework.media import Media, Table
+from framework.media import Drawing, Media, Table
 
 # Of an image of WorstMistakes, in pixels.
 _LARGEST_SIDE = 128
@@ -186,7 +187,8 @@ class ConfusionMatrix(_ClassCounts):
             samples = sum(row)
             accuracy = row[label] / samples if samples else math.nan
             rows.append((label, accuracy, samples))
-        return {"": confusion_picture(counts), "classes": Table(["class", "accuracy", "samples"], rows)}
+        picture = Drawing(partial(confusion_picture, counts))
+        return {"": picture, "classes": Table(["class", "accuracy", "samples"], rows)}
 
 
 @final
@@ -254,7 +256,7 @@ class WorstMistakes:
         captions = []
         for place in range(number):
             captions.append(f"{targets[place]} taken for {predictions[place]}\nloss {losses[place]:.3g}")
-        return {"": grid_picture(list(images[:number].numpy()), captions)}
+        return {"": Drawing(partial(grid_picture, list(images[:number].numpy()), captions))}
 
 
 def _small_images(images: Tensor) -> Tensor:
@@ -308,7 +310,7 @@ class PredictedAgainstTrue:
         from framework.tasks.pictures import scatter_picture
 
         true, predicted = torch.cat(self._points, dim=1).tolist()
-        return {"": scatter_picture(true, predicted)}
+        return {"": Drawing(partial(scatter_picture, true, predicted))}
 
 
 @final

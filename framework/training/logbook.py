@@ -7,6 +7,7 @@ Noting costs a step next to nothing: tensors stay on their device until `reduce`
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, final
@@ -16,16 +17,20 @@ from torch import Tensor
 from framework.config.schema import TrainerConfig
 from framework.distributed.collectives import any_over_ranks
 from framework.loggers.media import log_to_loggers
-from framework.media import Media, Text
+from framework.media import Drawing, Media, Text
 from framework.monitoring.device_usage import DeviceUsage
 from framework.monitoring.slow_ranks import SlowRanks
 from framework.system.rank_log import warn
+from framework.training.evaluation import Evaluation
 from framework.training.flops import FlopRate
 from framework.training.meter import bad_loss, is_loss
 from framework.training.step_output import is_number, is_pair, media_of
 from framework.training.step_times import SHARES, StepTimer, Throughput
 from framework.training.train_state import TrainState
 from framework.types import Interval, Log, hooks
+
+# Pictures of evaluations are drawn and logged at most this often. One costs as much as 50 steps of a small model.
+_DRAW_EVERY_S = 5.0
 
 
 class Requests(NamedTuple):
@@ -85,6 +90,14 @@ class Reduction(NamedTuple):
         return Requests(stop=figures.stops > 0, save=figures.saves > 0, rebuild=figures.rebuilds > 0)
 
 
+class DrawingOfStep(NamedTuple):
+    """A drawing that isn't logged yet, and the step that it shows."""
+
+    drawing: Drawing
+    step: int
+    epoch: int
+
+
 @final
 class Logbook:
     """Notes what steps compute, and writes it to the loggers. Every rank has one; only rank 0 has loggers."""
@@ -106,6 +119,9 @@ class Logbook:
         self.grad_norms: dict[str, Tensor] = {}
         # What makes the media of the step that is logged next, by prefix.
         self._media: dict[str, Callable[[], Mapping[str, Media]]] = {}
+        # The newest drawings of evaluations, by name, and when they are logged, by `time.monotonic`.
+        self._drawings: dict[str, DrawingOfStep] = {}
+        self._drawings_due_s = 0.0
 
     def is_due(self, step: int) -> bool:
         """Return True if a log follows once `step` steps are done."""
@@ -162,6 +178,7 @@ class Logbook:
         for prefix, make in self._media.items():
             self.log_values({f"{prefix}/{name}": value for name, value in media_of(make).items()})
         self._media.clear()
+        self._log_drawings_if_due()
 
     def _step_values(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return losses, metrics, learning rates, gradient norms and speed, under the names that are logged."""
@@ -225,6 +242,37 @@ class Logbook:
             for name, value in logged(interval).items():
                 values[f"train/{name}"] = value
         return values
+
+    # What evaluations find
+
+    def log_evaluation(self, evaluation: Evaluation) -> None:
+        """Log numbers, tables and media. Drawings wait until they are due; a newer one of the name replaces them."""
+        self.log_values(evaluation.metrics)
+        self.log_values(evaluation.texts)
+        media: dict[str, Media] = {}
+        for name, value in evaluation.media.items():
+            if isinstance(value, Drawing):
+                self._drawings[name] = DrawingOfStep(value, self._progress.step, self._progress.last_epoch)
+            else:
+                media[name] = value
+        self.log_values(media)
+        self._log_drawings_if_due()
+
+    def _log_drawings_if_due(self) -> None:
+        if self._drawings and time.monotonic() >= self._drawings_due_s:
+            self.log_drawings()
+            self._drawings_due_s = time.monotonic() + _DRAW_EVERY_S
+
+    def log_drawings(self) -> None:
+        """Log the drawings that wait, each with its own step."""
+        drawings = self._drawings
+        self._drawings = {}
+        for name, (drawing, step, epoch) in drawings.items():
+            log_to_loggers(self._state.loggers.values(), {name: drawing}, step=step, epoch=epoch)
+
+    def close(self) -> None:
+        """Log the drawings that wait. Call it before the loggers are closed."""
+        self.log_drawings()
 
     # To the loggers
 

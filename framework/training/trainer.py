@@ -350,9 +350,7 @@ class Trainer:
         state.val_texts = evaluation.texts
         state.val_step = step
         self._check_metrics(evaluation.metrics)
-        self.logbook.log_values(evaluation.metrics)
-        self.logbook.log_values(evaluation.texts)
-        self.logbook.log_values(evaluation.media)
+        self.logbook.log_evaluation(evaluation)
         state.schedule.step_after("validation", evaluation.metrics)
 
         info = EvalInfo("val", step, epoch, evaluation.metrics)

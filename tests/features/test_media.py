@@ -201,6 +201,38 @@ def test_a_regression_shows_predicted_against_true_values(train):
     assert [event.step for event in events.Images("val/predicted")] == [10]
 
 
+# Epochs of one step, each with a validation, and many of them within the seconds between two drawings.
+VALIDATIONS = ("recipe=toy", "trainer.limit_train_batches=1", "trainer.limit_test_batches=0", "trainer.max_epochs=40")
+
+
+@pytest.mark.usefixtures("artifact")
+def test_only_the_newest_pictures_of_metrics_are_logged(train):
+    own = (f"+callbacks.reporting._target_={CASES}.Reporting", f"+logger.lines._target_={CASES}.Lines")
+    run_dir = train(*VALIDATIONS, "logger=jsonl", "checkpoint=none", *own)
+    steps = [line[2] for line in lines(run_dir) if line[1] == "val/predicted"]
+    assert steps[0] == 1
+    assert steps[-1] == 40
+    assert len(steps) < 40
+    assert len(results.curve(run_dir, "val/loss")) == 40
+    # What the user's code returns is logged each time.
+    assert [line[2] for line in lines(run_dir) if line[1] == "val/image"] == list(range(1, 41))
+    assert [file.name for file in (run_dir / "media").glob("val__predicted_*")] == ["val__predicted_40.png"]
+
+
+@pytest.mark.parametrize("end", ["raise", "stop"])
+def test_a_run_that_ends_early_has_its_last_picture(train, tmp_path, end):
+    (tmp_path / "ending.py").write_text(
+        "from framework import Stop\n"
+        "class Ending:\n"
+        "    def on_validation_end(self, info):\n"
+        "        if info.step == 7:\n"
+        f"            {'raise KeyError(7)' if end == 'raise' else 'return Stop(str(7))'}\n"
+    )
+    ending = "+callbacks.ending._target_=ending.Ending"
+    run_dir = train(*VALIDATIONS, "logger=jsonl", ending, status=1 if end == "raise" else 0)
+    assert [file.name for file in (run_dir / "media").iterdir()] == ["val__predicted_7.png"]
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("ignored", [None, 2])
 def test_the_worst_mistakes_are_those_of_all_ranks(ranks, ignored):

@@ -96,6 +96,17 @@ def test_a_killed_mlflow_run_stays_one_run(killed_run):
 
 
 @pytest.mark.exhaustive
+def test_wandb_keeps_a_picture_that_has_waited(train):
+    # The picture of step 6 is logged at the end, after the numbers of step 8.
+    steps = ("trainer.max_steps=8", "trainer.val_check_interval=3", "trainer.log_every_n_steps=1")
+    run_dir = train(*SHORT, *steps, "trainer.limit_test_batches=0", "logger=[jsonl,wandb]", "checkpoint=none")
+    _, history, _ = wandb_run(run_dir)
+    pictures = [row["val/predicted/path"] for row in history if "val/predicted/path" in row]
+    assert len(pictures) == 2
+    assert "_8_" in pictures[-1]
+
+
+@pytest.mark.exhaustive
 def test_media_and_checkpoints_reach_the_trackers(train, tmp_path):
     (tmp_path / "conf.txt").write_text("content")
     keep = ("logger.wandb.log_checkpoints=all", "logger.mlflow.log_checkpoints=best")
