@@ -15,6 +15,7 @@ from typing import Any
 
 from framework.api.nodes import KEY, Nodes, is_maker, override_value, unused_name
 from framework.command.request import JobResult, PythonCall
+from framework.config.other_names import advice
 from framework.config.parse import known_keys
 from framework.config.saved import key_of
 from framework.config.schema import Config
@@ -93,7 +94,7 @@ def section_overrides(
     if loss is not None or metrics is not None:
         arguments["task"] = _supervised(nodes, loss, metrics, task=arguments.get("task"))
     for section, value in arguments.items():
-        _check_section(section)
+        _check_section(section, value)
         if isinstance(value, str) and section not in _TEXTS:
             yield f"{section}={value}"
         elif section in _NAMED_NODES:
@@ -121,10 +122,13 @@ def section_overrides(
         yield text
 
 
-def _check_section(section: str) -> None:
+def _check_section(section: str, value: Any) -> None:
     """Raise ConfigError with a suggestion if there is no such section."""
     if section in _SECTIONS:
         return
+    text = advice(section, str(value))
+    if text is not None:
+        raise ConfigError(f"{section}: there is no such argument or section. {text}\nThat is an item of `overrides`.")
     # `max_epochs=5` was probably meant as trainer={"max_epochs": 5}.
     owners = [key.rpartition(".")[0] for key in known_keys() if key.endswith(f".{section}")]
     if owners and "." not in owners[0]:

@@ -26,16 +26,18 @@ from framework.command.hydra_compose import (
     flag_parser,
     hydra_for,
     parse_flags,
+    refuse_unused,
     resolved,
     search_path,
     with_override,
     without_swept,
 )
 from framework.command.job import check_config, load_job
-from framework.command.mistakes import explain
+from framework.command.mistakes import explain, refuse_words
 from framework.command.request import JobResult, PythonCall, Request
 from framework.command.resume import BaseRun, find_base, names_a_run, own_outputs
 from framework.command.sweep import check_sweep, grid, run_chosen, run_sweep
+from framework.command.words import is_override
 from framework.config.assets import docs_dir, import_from_working_dir, user_config_dir
 from framework.config.parse import listed_values, normalize_override, parse
 from framework.config.renamed import present_override
@@ -139,7 +141,7 @@ class _Command:
         self._external_ranks = external_ranks
         self._call = call
         self._parser = flag_parser()
-        self._flags = parse_flags(self._parser, arguments)
+        self._flags, self._words = parse_flags(self._parser, arguments)
         self._config_name = self._flags.config_name or "config"
         self._typed = [_by_present_names(normalize_override(text)) for text in self._flags.overrides]
         if self._flags.config_dir is not None:
@@ -157,6 +159,8 @@ class _Command:
         """Compose, parse and check the configuration of every job, then run them; return how they ended."""
         import_from_working_dir()
         with hydra_for(self._flags.config_path):
+            if not all(is_override(word) for word in self._words):
+                refuse_words(self._words, loader=current_hydra().config_loader, is_sweep=self._is_sweep)
             for text in self._typed:
                 if key_of(text) == "hydra.searchpath":
                     # Raises ConfigError for a folder that isn't there.
@@ -171,6 +175,7 @@ class _Command:
                 # Of a sweep, what its runs have in common.
                 common = without_swept(overrides, hydra) if self._is_sweep else overrides
                 config = self._compose(common)
+                refuse_unused(common, config, compose=self._compose)
                 is_new = self._base.found is None
                 self._search_path = search_path(config.hydra.searchpath, must_exist=is_new)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +29,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from framework.config.assets import config_dir, user_config_dir
+from framework.config.other_names import advice
+from framework.config.parse import flatten, raise_mistakes, read_text
+from framework.config.saved import key_of
 from framework.errors import ConfigError
 
 MULTIRUN = "hydra.mode=MULTIRUN"
@@ -82,21 +85,24 @@ def flag_parser() -> ArgumentParser:
     return get_args_parser()
 
 
-def parse_flags(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
-    """Parse the command line as Hydra does, in any order. Raises ConfigError for an unknown flag."""
+def parse_flags(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Parse the command line as Hydra does, in any order; return the flags and all other words as they were typed.
+
+    The other words are overrides and, if there are mistakes, anything else. Raises ConfigError for a wrong flag.
+    """
 
     def refuse(message: str) -> NoReturn:
-        dashed = [text for text in arguments if text.startswith("--") and "=" in text]
-        advice = "`--hydra-help` lists the options."
-        if dashed:
-            advice = f"Keys are written without dashes: {dashed[0].lstrip('-')}"
-        raise ConfigError(f"{message}\n{advice}")
+        raise ConfigError(f"{message}\n`--hydra-help` lists the options.")
 
     # It would print the usage and exit.
     parser.error = refuse  # type: ignore[method-assign]
+    # `--config` is no short form of `--config-name`.
+    parser.allow_abbrev = False
     # Overrides first: `--info` would take one that follows it.
     ordered = sorted(arguments, key=lambda text: text.startswith("-") or "=" not in text)
-    return parser.parse_intermixed_args(ordered)
+    flags, unknown = parser.parse_known_intermixed_args(ordered)
+    others = {*flags.overrides, *unknown}
+    return flags, [text for text in arguments if text in others]
 
 
 def without_swept(overrides: Sequence[str], hydra: Hydra) -> list[str]:
@@ -107,11 +113,61 @@ def without_swept(overrides: Sequence[str], hydra: Hydra) -> list[str]:
 
 def split_sweep(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Return Hydra's own overrides, and the others of each run of a sweep over all combinations of values."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    # `recipe=glob(*)` looks its options up.
+    parsed = OverridesParser.create(current_hydra().config_loader).parse_overrides(list(overrides))
     of_hydra = [str(override.input_line) for override in parsed if override.is_hydra_override()]
     others = [override for override in parsed if not override.is_hydra_override()]
     (combinations,) = BasicSweeper.split_arguments(others, max_batch_size=None)
     return of_hydra, [list(combination) for combination in combinations]
+
+
+# Settings without an effect
+
+# What a command may type of Hydra's own configuration.
+_USED = (
+    "hydra.mode",
+    "hydra.searchpath",
+    "hydra.sweeper",
+    "hydra/sweeper",
+    "hydra/launcher",
+    "hydra.help",
+    "hydra/help",
+)
+# What files set, with the values of the framework's config.yaml and of Hydra itself.
+_UNUSED = {
+    "hydra.run.dir": (".", "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"),
+    "hydra.sweep.dir": ("multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",),
+    "hydra.job.chdir": (False, None),
+}
+
+
+def refuse_unused(typed: Sequence[str], config: DictConfig, *, compose: Callable[[Sequence[str]], DictConfig]) -> None:
+    """Raise ConfigError for settings of Hydra that change nothing, typed or in a file.
+
+    Args:
+        typed: the overrides of one run.
+        config: what they compose.
+        compose: composes from overrides. It is called only if there are such settings: a file may refer to them.
+    """
+    unused = [text for text in typed if key_of(text).startswith("hydra") and not key_of(text).startswith(_USED)]
+    resets = []
+    settings = [(key_of(text), text.partition("=")[2]) for text in unused]
+    of_hydra: Any = OmegaConf.to_container(config.hydra, resolve=False)
+    values = flatten(of_hydra, "hydra.")
+    for key, defaults in _UNUSED.items():
+        value = values[key]
+        if value not in defaults and key not in dict(settings):
+            settings.append((key, str(value)))
+            resets.append(f"{key}='{defaults[0]}'")
+    if not settings:
+        return
+    others = [text for text in typed if text not in unused]
+    without, _ = resolved(compose([*others, *resets]))
+    present, _ = resolved(compose(typed))
+    if without == present:
+        raise_mistakes(
+            [f"{key}={value} has no effect here. {advice(key.replace('/', '.'), value)}" for key, value in settings]
+        )
 
 
 # Composing
@@ -129,8 +185,26 @@ def resolved(config: DictConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         HydraConfig.instance().set_config(config)
         with open_dict(config):
             del config["hydra"]
+    _read_texts(config)
     raw: Any = OmegaConf.to_container(config, resolve=True)
     return raw, tuple(HydraConfig.get().overrides.task)
+
+
+def _read_texts(node: DictConfig, path: str = "") -> None:
+    """Give keys of numbers and truth values a value of their type where an interpolation gives a text.
+
+    Before everything else is resolved, so that what refers to such a key gets a number, too.
+    """
+    for name in node:
+        if not isinstance(name, str):
+            continue
+        key = f"{path}{name}"
+        if OmegaConf.is_interpolation(node, name):
+            value = node[name]
+            if isinstance(value, str) and read_text(key, value) != value:
+                node[name] = read_text(key, value)
+        elif not OmegaConf.is_missing(node, name) and OmegaConf.is_dict(node[name]):
+            _read_texts(node[name], f"{key}.")
 
 
 def with_override(raw: Mapping[str, Any], override: str) -> dict[str, Any]:

@@ -6,12 +6,15 @@ of them are right, the mistake is in a file, and the error that was raised is sh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, NoReturn
 
 import yaml
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.default_element import GroupDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
@@ -19,10 +22,23 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from framework.config.parse import PACKAGE_LINE, raise_mistakes, walk
-from framework.config.renamed import REMOVED_ADVICE
-from framework.config.suggest import did_you_mean, nearest, nearest_key
+from framework.command.words import NOT_OF_FORM, Phrase, is_override, phrases
+from framework.config.jobs import JOBS
+from framework.config.other_names import value_advice
+from framework.config.parse import (
+    PACKAGE_LINE,
+    as_text,
+    is_section,
+    known_keys,
+    raise_mistakes,
+    show,
+    takes_several,
+    unknown_key_hint,
+    walk,
+)
+from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
+from framework.system.formatting import display_path
 
 # What composing raises.
 _COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
@@ -38,62 +54,159 @@ def explain(error: Exception, *, loader: ConfigLoader, typed: Sequence[str], is_
     """
     if not isinstance(error, _COMPOSING) or isinstance(error, BrokenPipeError):
         return
-    overrides: list[Override] = []
+    raise_mistakes(_mistakes_in([Phrase(text, text) for text in typed], loader, is_sweep=is_sweep))
+    raise ConfigError(_shortened(error, loader=loader)) from error
+
+
+def refuse_words(words: Sequence[str], *, loader: ConfigLoader, is_sweep: bool) -> NoReturn:
+    """Raise a ConfigError for a command of which some words are no overrides, with all mistakes of the others."""
+    groups = _groups(loader)
+    keys = {*groups, *known_keys()}
+    keys |= {key.rpartition(".")[2] for key in keys}
+    typed = list(phrases(words, keys=keys))
+    mistakes = _mistakes_in(typed, loader, is_sweep=is_sweep)
+    if not mistakes:
+        # A file is wrong, too, so the keys aren't known.
+        mistakes = [f"{phrase.text}: {phrase.mistake}" for phrase in typed if phrase.mistake]
+    raise ConfigError(as_text(mistakes))
+
+
+def _groups(loader: Any) -> dict[str, list[str]]:
+    """Return the options of each group, without Hydra's own groups."""
+    return {group: loader.get_group_options(group) for group in loader.list_groups("") if group != "hydra"}
+
+
+def _mistakes_in(typed: Sequence[Phrase], loader: Any, *, is_sweep: bool) -> list[str]:
+    groups = _groups(loader)
+    overrides: list[tuple[Phrase, Override]] = []
     mistakes: list[str] = []
-    for text in typed:
+    for phrase in typed:
+        if not is_override(phrase.override):
+            mistakes.append(f"{phrase.text}: {phrase.mistake or NOT_OF_FORM}{_meant_by(phrase.text, groups)}")
+            continue
         try:
-            overrides.append(OverridesParser.create().parse_override(text))
+            overrides.append((phrase, OverridesParser.create(loader).parse_override(phrase.override)))
         except HydraException:
-            mistakes.append(_unreadable(text))
-    # If the right choices alone can't be composed either, the mistake is in a file, and `error` names it.
+            mistakes.append(_unreadable(phrase.text))
+    # If the right choices alone can't be composed either, the mistake is in a file, and Hydra's error names it.
     with suppress(*_COMPOSING):
-        mistakes.extend(_typed_mistakes(overrides, loader, is_sweep=is_sweep))
-    raise_mistakes(mistakes)
-    raise ConfigError(_shortened(error)) from error
+        mistakes.extend(_override_mistakes(overrides, loader, groups=groups, is_sweep=is_sweep))
+    return mistakes
+
+
+def _meant_by(word: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """Return, after a space, what to type for a word without `=`; empty if unknown."""
+    if word in JOBS:
+        return " Leave it out, or type job=train" if word == "train" else f" Type job={word}"
+    key, colon, value = word.partition(":")
+    if colon and key in {*groups, *known_keys()}:
+        return f" Type {key}={value or 'VALUE'}"
+    # `conf/recipe/toy.yaml`
+    name = PurePath(word).name.removesuffix(".yaml").removesuffix(".py")
+    for group in ["recipe", *groups]:
+        if name in groups.get(group, ()):
+            return f" Type {group}={name}"
+    if word in {*groups, *known_keys()}:
+        return f" Type {word}=VALUE"
+    guess = nearest(name, [*groups.get("recipe", ()), *JOBS])
+    if guess is None:
+        return ""
+    return did_you_mean(f"job={guess}" if guess in JOBS else f"recipe={guess}")
 
 
 def _unreadable(text: str) -> str:
-    key, equals, _ = text.partition("=")
-    if not equals:
-        return f"{text}: not of the form key=value."
+    key = text.partition("=")[0]
     return f"{text}: this value can't be read. Text with special characters needs two kinds of quotes: {key}=\"'…'\""
 
 
-def _typed_mistakes(overrides: Sequence[Override], loader: Any, *, is_sweep: bool) -> Iterator[str]:
-    groups = {group: loader.get_group_options(group) for group in loader.list_groups("") if group != "hydra"}
+def _override_mistakes(
+    overrides: Sequence[tuple[Phrase, Override]], loader: Any, *, groups: Mapping[str, Sequence[str]], is_sweep: bool
+) -> Iterator[str]:
     # Choices without a mistake are composed, so that the keys are known.
     choices: list[str] = []
-    key_overrides: list[Override] = []
-    for override in overrides:
-        text = str(override.input_line)
+    key_overrides: list[tuple[Phrase, Override]] = []
+    is_search = any(override.key_or_group == "hydra/sweeper" for _, override in overrides)
+    for phrase, override in overrides:
         group = override.key_or_group
         is_swept = override.is_sweep_override()
-        if is_swept and not is_sweep:
-            yield f"{text}: several values start several runs, which needs -m. Give one value or a list, or add -m."
+        if override.is_interval_sweep():
+            if not is_search:
+                yield f"{phrase.override}: {_needs_search(group)}"
+        elif is_swept and not is_sweep:
+            yield f"{phrase.override}: several values start several runs, which needs -m.{_one_value(override)}"
         if group.startswith("hydra") or (override.is_delete() and group in groups):
             continue
         if group not in groups or (not is_swept and isinstance(override.value(), dict)):
-            key_overrides.append(override)
+            key_overrides.append((phrase, override))
             continue
 
         unknown = [name for name in _options(override) if not loader.repository.config_exists(f"{group}/{name}")]
         for name in unknown:
             yield _no_such_option(name, group, groups[group])
-        if not unknown and not is_swept:
-            choices.append(text)
+        if unknown or is_swept:
+            continue
+        if phrase.mistake:
+            yield f"{phrase.text}: {phrase.mistake} Type {phrase.override}"
+        if _is_chosen_twice(override):
+            yield f"{phrase.override}: an option of {group} is chosen already.{_in_its_place(override)}"
+            continue
+        choices.append(phrase.override)
 
     composed = loader.load_configuration("config", choices, RunMode.RUN)
     raw: Any = OmegaConf.to_container(composed, resolve=False)
-    for override in key_overrides:
-        yield from _key_mistakes(override, raw, groups=groups)
+    # Its keys are those of the command, not of the experiment.
+    del raw["hydra"]
+    for phrase, override in key_overrides:
+        mistakes = list(_key_mistakes(phrase, override, raw, groups=groups))
+        yield from mistakes
+        if phrase.mistake and not mistakes:
+            _, _, value = phrase.override.partition("=")
+            advice = value_advice(override.key_or_group, value)
+            yield f"{phrase.text}: {phrase.mistake} {advice or f'Type {phrase.override}'}"
+
+
+def _is_chosen_twice(override: Override) -> bool:
+    """Return True for `+callbacks=ema`, which Hydra refuses; it takes `+callbacks=[ema]`."""
+    is_added = override.is_add() or override.is_force_add()
+    return is_added and not isinstance(override.value(), list)
+
+
+def _in_its_place(override: Override) -> str:
+    """Return, after a space, what to type in place of `+group=option`."""
+    group = override.key_or_group
+    option = override.value()
+    if takes_several(group):
+        return f" Type {group}={option} in its place, or +{group}=[{option}] to add one."
+    return f" Type {group}={option} in its place."
+
+
+def _one_value(override: Override) -> str:
+    """Return, after a space, what to type for one run in place of `a,b`."""
+    key, _, text = str(override.input_line).partition("=")
+    if takes_several(key) and override.is_choice_sweep():
+        return f" Add -m, or type '{key}=[{text}]' for all of them in one run."
+    if re.fullmatch(r"0,\d\d+", text):
+        return f" Add -m, or type {key}={text.replace(',', '.')}"
+    return " Give one value or a list, or add -m."
+
+
+def _needs_search(key: str) -> str:
+    return (
+        "a range needs a search that chooses values from it. Add -m hydra/sweeper=optuna "
+        f"(pip install hydra-optuna-sweeper), or give values: -m {key}=0.1,0.01"
+    )
 
 
 def _no_such_option(name: str, group: str, options: Sequence[str]) -> str:
-    advice = REMOVED_ADVICE.get(f"{group}={name}")
+    advice = value_advice(group, name)
     if advice is not None:
         return f"{group}={name}: {group} has no such option. {advice}"
-    guess = nearest(name, options)
+    # `conf/recipe/toy.yaml`
+    stem = PurePath(name).name.removesuffix(".yaml")
+    guess = stem if stem in options else nearest(name, options)
     hint = did_you_mean(guess and f"{group}={guess}")
+    if guess is None and name.isidentifier():
+        hint = f" One of your own is a file conf/{group}/{name}.yaml in this folder."
     return f"{group}={name}: {group} has no such option.{hint}\n    Options: {', '.join(options)}"
 
 
@@ -106,11 +219,21 @@ def _options(override: Override) -> list[str]:
     return ["" if name is None else str(name) for name in names]
 
 
-def _key_mistakes(override: Override, raw: Mapping[str, Any], *, groups: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _key_mistakes(
+    phrase: Phrase, override: Override, raw: Mapping[str, Any], *, groups: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
     key = override.key_or_group
-    text = str(override.input_line)
+    text = phrase.override
     known = dict(walk(raw))
-    if key in known or override.is_add() or override.is_force_add():
+    if override.is_add() or override.is_force_add():
+        return
+    is_of_section = is_section(key) and not override.is_delete() and not override.is_sweep_override()
+    if is_of_section and isinstance(override.value(), dict):
+        for name, item in override.value().items():
+            if f"{key}.{name}" not in known:
+                hint = unknown_key_hint(f"{key}.{name}", item, [*known, *groups])
+                yield f"{text}: there is no key {name} in {key}.{hint}"
+    if key in known:
         return
 
     section, _, below = key.partition(".")
@@ -121,15 +244,13 @@ def _key_mistakes(override: Override, raw: Mapping[str, Any], *, groups: Mapping
             f"{section}=[…,{option}]."
         )
     elif isinstance(known.get(section, {}), dict):
-        advice = REMOVED_ADVICE.get(key) or REMOVED_ADVICE.get(section)
-        if advice is not None:
-            yield f"{text}: there is no such key. {advice}"
-            return
-        hint = did_you_mean(nearest_key(key, [*known, *groups]))
+        _, equals, typed_value = text.partition("=")
+        hint = unknown_key_hint(key, typed_value if equals else None, [*known, *groups])
         node = _node_around(key, known)
-        if node and not override.is_delete():
+        is_guess = not hint or hint.endswith("?")
+        if node and is_guess and not override.is_delete():
             hint += f" To pass {node} another keyword, write +{text}."
-        yield f"{text}: there is no such key.{hint or ' `--cfg job` shows every key, `--help` every group.'}"
+        yield f"{phrase.text}: there is no such key.{hint or ' `--cfg job` shows every key, `--help` every group.'}"
 
 
 def _node_around(key: str, known: Mapping[str, Any]) -> str:
@@ -140,10 +261,13 @@ def _node_around(key: str, known: Mapping[str, Any]) -> str:
     return node
 
 
-def _shortened(error: BaseException) -> str:
+def _shortened(error: BaseException, *, loader: Any) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1} is not valid YAML: {error.problem}."
+    in_defaults = _in_defaults_list(error, loader)
+    if in_defaults is not None:
+        return in_defaults
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         name = error.missing_cfg_file
         options = error.options
@@ -152,12 +276,92 @@ def _shortened(error: BaseException) -> str:
     reason = _first_line(error)
     if isinstance(error, OmegaConfBaseException):
         return f"{error.full_key}: {reason}" if error.full_key else reason
+    primary = re.match(r"Cannot find primary config '(\S+)'", reason)
+    if primary is not None and loader.repository.config_exists(f"recipe/{primary[1]}"):
+        return f"{primary[1]} is a recipe. Type recipe={primary[1]} in place of --config-name."
+    not_a_mapping = _not_a_mapping(reason, loader)
+    if not_a_mapping is not None:
+        return not_a_mapping
     text = f"The configuration can't be composed: {reason or type(error).__name__}"
     if isinstance(error.__cause__, OmegaConfBaseException):
         text += f" ({_first_line(error.__cause__)})"
     if "@recipe." in str(error):
         text += f" {PACKAGE_LINE}"
     return text
+
+
+# What Hydra says of a line in a defaults list that lacks `override` or the slash. Without a slash, a group is looked
+# for in the folder of the file, and Hydra's own advice leaves it out.
+_LINES = (
+    re.compile(r"Multiple values for (?P<group>\w+)\. To override a value use 'override \S+: (?P<name>.+)'"),
+    re.compile(r"In '(?P<file>\S+)': Could not find '\w+/(?P<group>\w+)/(?P<name>[^']+)'"),
+    re.compile(r"In '(?P<file>\S+)': Could not override '\w+/(?P<group>\w+)[@']"),
+    re.compile(r"In (?P<file>\S+): Override '.+' is defined before '(\w+/)?(?P<group>\w+)(@\w+)?: (?P<name>.+)'"),
+)
+_NO_SUCH_GROUP = re.compile(r"In '(?P<file>\S+)': Could not override '(?P<group>\w+)'")
+_IN_FILE = re.compile(r"In '(?P<file>[^']+)': ConfigTypeError raised")
+
+
+def _in_defaults_list(error: BaseException, loader: Any) -> str | None:
+    """Return what is wrong with a line of a file's defaults list; None if that isn't the mistake."""
+    groups = _groups(loader)
+    for pattern in _LINES:
+        line = pattern.match(str(error))
+        if line is None or line["group"] not in groups:
+            continue
+        facts = line.groupdict()
+        group = facts["group"]
+        file = facts.get("file")
+        path = "A file" if file is None else _path_of(file, loader)
+        name = facts.get("name") or _chosen_in(str(file), group, loader)
+        return (
+            f"{path}: an option of {group} is chosen already, so the line of the defaults list needs `override` and a "
+            f"slash:\n    - override /{group}: {name}"
+        )
+
+    unknown = _NO_SUCH_GROUP.match(str(error))
+    if unknown is None:
+        return None
+    hint = did_you_mean(nearest(unknown["group"], groups))
+    path = _path_of(unknown["file"], loader)
+    return f"{path}: its defaults list has `override` for {unknown['group']}, which is no group.{hint}"
+
+
+def _not_a_mapping(reason: str, loader: Any) -> str | None:
+    """Return what is wrong with a file that has a list or text for a section; None if that isn't the mistake."""
+    match = _IN_FILE.match(reason)
+    if match is None:
+        return None
+    content: Any = OmegaConf.to_container(loader.repository.load_config(match["file"]).config, resolve=False)
+    path = _path_of(match["file"], loader)
+    groups = _groups(loader)
+    for name, value in content.items():
+        if name in groups and not isinstance(value, dict):
+            options = show(value) if _is_list_of_names(value) else "[NAME,…]"
+            return (
+                f"{path}: {name} is {'a list' if isinstance(value, list) else show(value)}, and must be a mapping. "
+                f"Options are chosen in the file's defaults list:\n    - override /{name}: {options}\n"
+                f"Those of your own have names:\n    {name}: {{NAME: {{_target_: package.module.Name}}}}"
+            )
+    return f"{path}: a list or text stands where a mapping belongs."
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _chosen_in(file: str, group: str, loader: Any) -> str:
+    """Return the option of a group that the defaults list of a file chooses."""
+    for line in loader.repository.load_config(file).defaults_list:
+        if isinstance(line, GroupDefault) and line.group == group:
+            return str(line.value)
+    return "NAME"
+
+
+def _path_of(name: str, loader: Any) -> str:
+    """Return where the file of a configuration such as `recipe/toy` is."""
+    folder = loader.repository.load_config(name).path
+    return display_path(Path(f"{folder.removeprefix('file://')}/{name}.yaml"))
 
 
 def _first_line(error: BaseException) -> str:

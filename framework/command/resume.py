@@ -19,6 +19,7 @@ from typing import Any
 from framework.checkpoint import LocalStorage, find
 from framework.checkpoint.layout import CONFIG_NAME
 from framework.command.trust import check_trust, why_not_owned
+from framework.config.other_names import value_advice
 from framework.config.parse import show
 from framework.config.renamed import present_overrides, removed_settings, without_removed
 from framework.config.saved import (
@@ -235,9 +236,12 @@ def _typed_path(typed: Sequence[str], key: str) -> str | None:
     if not overrides:
         return None
     value = value_of(overrides[-1])
-    if value is None or (isinstance(value, str) and value):
+    advice = value_advice(key, str(value))
+    if value is None or (isinstance(value, str) and value and advice is None):
         return value
-    raise ConfigError(f"{overrides[-1]}: must be one run directory, such as {key}=outputs/RECIPE/RUN.")
+    if advice is None:
+        advice = f"It must be one run directory, such as {key}=outputs/RECIPE/RUN."
+    raise ConfigError(f"{overrides[-1]}: this is no run directory. {advice}")
 
 
 # Whether its code may run

@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from framework.config.jobs import JOBS
+from framework.config.other_names import value_advice
 from framework.config.renamed import with_present_names
 from framework.config.schema import Config, Duration, FunctionName, JobName, Node, Texts
-from framework.config.suggest import did_you_mean, nearest, nearest_key
+from framework.config.suggest import did_you_mean, instead_of, nearest
 from framework.errors import ConfigError
 
 PACKAGE_LINE = "The first line of a recipe's file must be `# @package _global_`."
@@ -31,8 +33,6 @@ _MAX_SHOWN = 60
 _MISSING = "???"
 # Stands for a value that has been reported as wrong.
 _WRONG: Any = object()
-# Other common names of precisions, for suggestions. In Lightning, bf16 is not bf16-true.
-_PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "fp64": "64-true", "double": "64-true"}
 
 
 def parse(raw: Mapping[str, Any]) -> Config:
@@ -41,6 +41,10 @@ def parse(raw: Mapping[str, Any]) -> Config:
     Raises ConfigError naming every unknown or missing key and every value of a wrong type or out of range.
     """
     raw = with_present_names(raw)
+    if isinstance(raw.get("recipe"), Mapping):
+        # The file's keys are all below `recipe`, so everything else would be missing, too.
+        keys = ", ".join(str(key) for key in raw["recipe"])
+        raise ConfigError(f"The recipe's keys ({keys}) aren't where they belong. {PACKAGE_LINE}")
     reader = _Reader(raw)
     config = reader.read_section(Config, raw, path="")
     raise_mistakes(reader.mistakes)
@@ -49,12 +53,17 @@ def parse(raw: Mapping[str, Any]) -> Config:
 
 def raise_mistakes(mistakes: list[str]) -> None:
     """Raise one ConfigError that lists all of `mistakes`; do nothing if there are none."""
-    if len(mistakes) == 1:
-        raise ConfigError(mistakes[0])
     if mistakes:
-        lines = [f"The configuration has {len(mistakes)} mistakes:"]
-        lines += [f"  - {mistake}" for mistake in mistakes]
-        raise ConfigError("\n".join(lines))
+        raise ConfigError(as_text(mistakes))
+
+
+def as_text(mistakes: Sequence[str]) -> str:
+    """Return a message with all of `mistakes`, of which there is at least one."""
+    if len(mistakes) == 1:
+        return mistakes[0]
+    lines = [f"The configuration has {len(mistakes)} mistakes:"]
+    lines += [f"  - {mistake}" for mistake in mistakes]
+    return "\n".join(lines)
 
 
 def known_keys(raw: Mapping[str, Any] | None = None) -> list[str]:
@@ -124,6 +133,42 @@ def _as_quoted(value: str) -> str:
     return value if is_whole else f"'{value}'"
 
 
+def is_section(key: str) -> bool:
+    """Return True if the keys below a key are the schema's, as those of `trainer` are."""
+    field = _named_fields(Config).get(key)
+    return field is not None and field.section is not None
+
+
+def takes_several(group: str) -> bool:
+    """Return True if several options of a group can be chosen: those of callbacks and loggers have names."""
+    field = _named_fields(Config).get(group)
+    return field is not None and field.kinds == [dict[str, Node]]
+
+
+def unknown_key_hint(key: str, value: Any, keys: Iterable[str]) -> str:
+    """Return, after a space, what to type for a key that doesn't exist; empty if unknown. keys: all that exist."""
+    section, _, name = key.rpartition(".")
+    field = _named_fields(Config).get(section)
+    if name == "_target_" and field is not None and field.section is not None:
+        nodes = [f"{section}.{below.name}" for below in _fields_of(field.section) if Node in below.kinds]
+        if nodes:
+            return f" Type {nodes[0]}={{_target_:{show(value)}}}"
+    return instead_of(key, None if value is None or isinstance(value, Mapping) else show(value), keys)
+
+
+def read_text(key: str, text: str) -> Any:
+    """Return a text at a dotted key of the schema as the number or truth value that it stands for, if it must be one.
+
+    Environment variables, which a file has by `${oc.env:SEED}`, are texts.
+    """
+    section: Any = Config
+    field = None
+    for name in key.split("."):
+        field = _named_fields(section).get(name) if section is not None else None
+        section = field.section if field is not None else None
+    return text if field is None else field.read_text(text)
+
+
 def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of everything in mappings and lists, at every depth."""
     items: Iterable[tuple[Any, Any]]
@@ -188,16 +233,25 @@ class _Field:
         if JobName in kinds:
             self.options = list(JOBS)
 
+    def read_text(self, text: str) -> Any:
+        """Return a text that stands for a number or a truth value, if only these are allowed, as one; else the text."""
+        values = [text, _plain_value(text)]
+        for value in values:
+            if any(_convert(value, kind) is not _WRONG for kind in self.kinds):
+                return value
+        return text
+
     @property
     def allowed(self) -> str:
         """Describe the allowed values, for messages."""
         if self.section is not None:
             keys = ", ".join(field.name for field in _fields_of(self.section))
             return f"a mapping with the keys {keys}"
+        limits = " and ".join(f"{word.replace('_', ' ')} {bound}" for word, bound in self.bounds.items())
         names: dict[Any, str] = {
             bool: "true or false",
-            int: "a whole number",
-            float: "a fraction" if int in self.kinds else "a number",
+            int: "a whole number" if float in self.kinds else f"a whole number {limits}".rstrip(),
+            float: f"{'a fraction' if int in self.kinds else 'a number'} {limits}".rstrip(),
             str: "text",
             Duration: "a time such as 90s, 30m, 2h or 1d, or a number of seconds; above 0 and at most 365d",
             Texts: "a list of strings such as [one,two]",
@@ -208,10 +262,10 @@ class _Field:
             dict[str, Node]: "a mapping from names to mappings with `_target_`",
             dict[str, str]: "a mapping from text to text",
         }
-        options = f"one of {', '.join(self.options)}"
-        types = " or ".join(names.get(kind, options) for kind in self.kinds)
-        limits = " and ".join(f"{word.replace('_', ' ')} {bound}" for word, bound in self.bounds.items())
-        ways = [f"{types} {limits}".rstrip()]
+        options = ", ".join(self.options)
+        if len(self.options) > 1:
+            options = f"one of {options}"
+        ways = [" or ".join(names.get(kind, options) for kind in self.kinds)]
         if self.auto:
             ways.append("auto")
         if self.nullable:
@@ -256,6 +310,8 @@ class _Reader:
             return None
         if field.auto and value == "auto":
             return None
+        if field.nullable and isinstance(value, str) and value.lower() == "none":
+            return self._wrong(f"{key}={value}: this is a text. Type {key}=null")
 
         if field.section is not None:
             if not isinstance(value, Mapping):
@@ -315,10 +371,8 @@ class _Reader:
 
     def _report_unknown(self, key: str, value: Any, *, among: Iterable[str], within: str) -> None:
         shown = key if isinstance(value, Mapping) else f"{key}={show(value)}"
-        guess = nearest_key(key, known_keys(self._raw))
-        if guess is not None:
-            hint = did_you_mean(guess)
-        else:
+        hint = unknown_key_hint(key, value, known_keys(self._raw))
+        if not hint:
             hint = f" {within or 'The configuration'} has {', '.join(among)}."
         self._wrong(f"{shown}: there is no such key.{hint}")
 
@@ -359,6 +413,16 @@ def _convert(value: Any, kind: Any) -> Any:
     return value if is_right else _WRONG
 
 
+def _plain_value(text: str) -> Any:
+    """Return the number or truth value that a text stands for, else the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
@@ -391,16 +455,18 @@ def _within(value: Any, bounds: Mapping[str, float]) -> bool:
 
 def _hint(field: _Field, value: Any, *, key: str) -> str:
     """Suggest what to write instead, if there is a likely answer."""
+    text = value_advice(key, show(value))
+    if text is not None:
+        return f" {text}"
+    if isinstance(value, str) and field.read_text(value) != value:
+        return " Here it is a text: write it without quotes."
     if Texts in field.kinds and isinstance(value, str) and value.strip():
         return f" Write {key}=[{value}]."
     if field.options:
-        typed = show(value)
-        guess = nearest(_PRECISIONS.get(typed, typed), field.options)
+        guess = nearest(show(value), field.options)
         return "" if guess is None else did_you_mean(f"{key}={guess}")
     if int in field.kinds and type(value) is float and value.is_integer():
         return f" Write {key}={int(value)}."
-    if field.name == "recipe" and isinstance(value, Mapping):
-        return f" {PACKAGE_LINE}"
     if str in field.kinds and isinstance(value, (int, float)):
         return f" Quote it: {key}=\"'{value}'\"."
     return ""

@@ -30,14 +30,6 @@ REMOVED: dict[str, Any] = {
 }
 """Keys that no longer exist, with the default that they had."""
 
-REMOVED_ADVICE = {
-    "trainer.cpu_affinity": "It was removed: numactl and srun bind processes to cores.",
-    "trainer.log_rank_losses": "It was removed: a callback can log StepInfo.loss of its rank.",
-    "collectives": "It was removed: see examples/collectives.py.",
-    "logger=csv": 'It was removed: framework.load(RUN).history.to_csv("metrics.csv") writes the numbers of a run.',
-}
-"""What to do in place of a removed key or option that is typed."""
-
 # Runs of earlier versions that used it go on in `metrics.jsonl`, which has the same numbers.
 _REMOVED_LOGGER = "framework.loggers.CSVLogger"
 _JSONL_LOGGER = "framework.loggers.JsonlLogger"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
+from framework.config.other_names import advice
+
 _CUTOFF = 0.6
 """Names that are less alike, from 0 to 1, aren't suggested."""
 
@@ -43,6 +45,20 @@ def nearest_key(wrong: str, allowed: Iterable[str]) -> str | None:
         return None
     likeness, _, key = max(scores)
     return key if likeness >= _CUTOFF else None
+
+
+def instead_of(key: str, value: str | None, allowed: Iterable[str]) -> str:
+    """Return a sentence, after a space, with what to type for a `key=value` whose key doesn't exist; empty if unknown.
+
+    value: as it was typed; None for a key that has none, such as a whole section.
+    """
+    text = advice(key, value or "")
+    if text is not None:
+        return f" {text}"
+    guess = nearest_key(key, allowed)
+    if guess is not None and value is not None:
+        guess = f"{guess}={value}"
+    return did_you_mean(guess)
 
 
 def did_you_mean(name: str | None) -> str:

@@ -150,10 +150,11 @@ def correct(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, i
     ("given", "words"),
     [
         ({"trainer": {"max_epoch": 3}}, "Did you mean trainer.max_epochs?"),
-        ({"trainer": {"precision": "bf16"}}, "Did you mean trainer.precision=bf16-mixed?"),
+        ({"trainer": {"precision": "bf16"}}, "Type trainer.precision=bf16-mixed"),
         ({"trainier": {"max_epochs": 3}}, "Did you mean trainer?"),
         ({"strategy": "dpp"}, "Did you mean strategy=ddp?"),
         ({"strategy": "fdsp", "callbacks": ["emma"]}, r"has 2 mistakes:\n.*fsdp\?"),
+        ({"devices": 2}, "Type trainer.gpus=2"),
         ({"max_epochs": 3}, r"Did you mean trainer=\{'max_epochs': ...\}\?"),
         ({"overrides": ["model=cnn"]}, "can't go with the argument model"),
         ({"overrides": "seed=1"}, "must be a list of strings"),

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from framework.config.assets import config_dir
     from framework.config.jobs import FUNCTION, JOBS
     from framework.config.optimizers import optimizer_configs
+    from framework.config.other_names import ADVICE
     from framework.config.parse import known_keys, normalize_override, parse
     from framework.config.renamed import present_overrides, without_removed
     from framework.config.saved import (

@@ -2,69 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from framework.errors import RunError
+from tests.helpers.answers import Answer, assert_refused, run_all
 from tests.helpers.internals import JobResult, Request, RunDir, Train, compose, create_run_dir, save_config
 from tests.helpers.source import ROOT
 from tests.unit.config.raw import composed
-
-# Commands that are answered without torch, all in one process in which it can't be imported, with 8 GPUs.
-
-ANSWERING = """
-import io, json, os, sys, traceback
-from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
-sys.modules.update(dict.fromkeys(("torch", "numpy", "rich")))  # to import them fails
-from tests.helpers.internals import Gpu, compose, hardware_module
-hardware_module.visible_gpus = lambda: [Gpu(f"GPU {i}", f"GPU-{i}") for i in range(8)]
-answers = []
-for arguments in json.load(sys.stdin):
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            status = compose.main(arguments)
-        except BaseException:
-            status = -1
-            traceback.print_exc()
-    answers.append([status, out.getvalue(), err.getvalue(), os.listdir()])
-print(json.dumps(answers))
-"""
-
-
-class Answer(NamedTuple):
-    status: int
-    out: str
-    err: str
-    left: list[str]
-
-
-def run_all(commands: list[str], folder: Path) -> dict[str, Answer]:
-    """What each command answers in an empty folder, in which it leaves files."""
-    result = subprocess.run(
-        [sys.executable, "-c", ANSWERING],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        input=json.dumps([shlex.split(command) for command in commands]),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    found = json.loads(result.stdout.splitlines()[-1])
-    return {command: Answer(*answer) for command, answer in zip(commands, found, strict=True)}
-
 
 WRONG: dict[str, list[str]] = {
     # What can't be composed: every mistake in what was typed, with the nearest name
@@ -79,31 +32,29 @@ WRONG: dict[str, list[str]] = {
     "trainer.gpu=8 +data.batchsize=2 ++trainer.epochs=3 trainr.gpus=1 trainr=debug optimizer_lr=1 gpus=1 "
     "optimizer.nestrov=true callbacks.ema.decay=0.9 ~trainer.nope": [
         "The configuration has 8 mistakes",
-        "trainer.gpu=8: there is no such key. Did you mean trainer.gpus?",
+        "trainer.gpu=8: there is no such key. Did you mean trainer.gpus=8?",
         "trainr=debug: there is no such key",
-        "Did you mean optimizer.lr?",
-        "Did you mean optimizer.nesterov? To pass optimizer another keyword, write +",
+        "Did you mean optimizer.lr=1?",
+        "Did you mean optimizer.nesterov=true? To pass optimizer another keyword, write +",
         "~trainer.nope: there is no",
         *("Choose it with callbacks=ema"),
     ],
     "+trainer.gpus=1": ["An item is already at 'trainer.gpus'."],
-    "gpus 8": ["gpus: not of the form key=value."],
     "'seed=(1' data.batch_size=1,2 'data.eval_batch_size=range(3)'": [
         "seed=(1: this value can't be read.",
         "data.eval_batch_size=range(3)",
         "data.batch_size=1,2: several values start several runs, which needs -m.",
     ],
-    "--recipe=toy": ["Keys are written without dashes: recipe=toy"],
-    "--hepl": ["`--hydra-help` lists the options."],
+    "--cfg=jbo": ["`--hydra-help` lists the options."],
     # What isn't a configuration: keys, types, ranges
     "~optimizer +trainer.gpsu=2 +model.width=??? seed=-1 trainer.precision=bf16 trainer.gpus=abc backend.timeout=soon "
     "+callbacks._target_=a.B +data.grain=x backend.name=ncll": [
         "The configuration has 10 mistakes",
         "optimizer is missing.",
-        "trainer.gpsu=2: there is no such key. Did you mean trainer.gpus?",
+        "trainer.gpsu=2: there is no such key. Did you mean trainer.gpus=2?",
         "model.width=VALUE",
         "seed=-1: must be a whole number",
-        "Did you mean trainer.precision=bf16-mixed?",
+        "Type trainer.precision=bf16-mixed",
         "trainer.gpus=abc: must be a whole number at least 0, or auto",
         "must be a time such as 90s, 30m, 2h or 1d",
         "callbacks._target_=a.B: must be a mapping with `_target_`",
@@ -161,12 +112,6 @@ def test_a_wrong_request_is_answered_without_torch(answers: dict[str, Answer], c
     assert_refused(answers[command], WRONG[command])
 
 
-def assert_refused(answer: Answer, facts: list[str]) -> None:
-    assert [fact for fact in facts if fact not in answer.err] == [], answer.err
-    assert (answer.status, answer.out, answer.left) == (2, "", []), answer.err
-    assert "Traceback" not in answer.err
-
-
 @pytest.mark.parametrize("command", ANSWERS)
 def test_a_question_is_answered_without_torch(answers: dict[str, Answer], command: str) -> None:
     answer = answers[command]
@@ -216,7 +161,7 @@ def test_a_job_gets_the_config_and_returns_status(
 ) -> None:
     fork_server: Any = object()
     typed = ("recipe=toy", "trainer.gpus=0", "+model.extra=1", "preflight.seconds=3", "preflight=true")
-    assert compose.main([*typed, "hydra.verbose=false"], fork_server=fork_server) == 0
+    assert compose.main([*typed, "hydra.sweeper.max_batch_size=1"], fork_server=fork_server) == 0
     (request,) = requests
     assert (request.config.recipe, request.config.trainer.gpus, request.config.model["extra"]) == ("toy", 0, 1)
     assert (request.config.preflight.enabled, request.config.preflight.seconds) == (True, 3.0)
@@ -276,6 +221,29 @@ def test_own_options_come_before_the_frameworks(requests: list[Request], own: Ow
     assert (config.checkpoint.save_top_k, config.checkpoint.mode) == (2, "max")
     assert (config.preflight.enabled, config.preflight.seconds) == (False, 5.0)
     assert str(tmp_path / "own") in sys.path
+
+
+def test_a_text_from_the_environment_becomes_a_number(
+    requests: list[Request], own: Own, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = (
+        "seed: ${oc.env:SEED,3}\n"
+        "tags: ['${oc.env:SEED,3}']\n"
+        "trainer: {max_steps: '${oc.env:STEPS,9}', deterministic: '${oc.env:EXACT,true}'}\n"
+        "data: {datasets: {num_samples: '${trainer.max_steps}'}}\n"
+    )
+    own("recipe/mine.yaml", TOY + texts)
+    monkeypatch.setenv("STEPS", "12")
+    assert compose.main(["recipe=mine"]) == 0
+    config = requests[0].config
+    assert (config.seed, config.trainer.max_steps, config.trainer.deterministic) == (3, 12, True)
+    assert (config.tags, config.data.datasets["num_samples"]) == (("3",), 12)
+    assert requests[0].raw["seed"] == 3
+
+
+def test_a_sweep_over_all_options_of_a_pattern(requests: list[Request]) -> None:
+    assert compose.main(["-m", "recipe=toy", "optimizer=glob(sgd*,exclude=[*_*])"]) == 0
+    assert [request.overrides for request in requests] == [("recipe=toy", "optimizer=sgd")]
 
 
 PACKAGE = "The first line of a recipe's file must be `# @package _global_`"
