@@ -178,16 +178,10 @@ if TYPE_CHECKING:
     from framework.jobs.plan import job as plan_job_module
     from framework.jobs.plan.job import rank_table
     from framework.jobs.plan.job import render as render_plan
+    from framework.jobs.preflight.barriers import Barrier, clock_offsets, time_barriers
+    from framework.jobs.preflight.links import link_rounds, measure_links
     from framework.jobs.preflight.machine import data_root
-    from framework.jobs.preflight.rank import (
-        Peers,
-        clock_offsets,
-        connect_peers,
-        link_rounds,
-        measure_links,
-        sent_values,
-        time_barriers,
-    )
+    from framework.jobs.preflight.peers import Peers, connect_peers, sent_values
     from framework.jobs.preflight.report import BETWEEN, WITHIN
     from framework.jobs.preflight.report import assess as assess_preflight
     from framework.jobs.preflight.report import render as render_preflight

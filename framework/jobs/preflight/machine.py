@@ -1,4 +1,4 @@
-"""What a rank reports about itself and its machine before anything is exchanged."""
+"""What a rank reports about itself and its machine: versions, memory, disks, the speed of its devices."""
 
 from __future__ import annotations
 
@@ -7,61 +7,92 @@ import platform
 import re
 import socket
 import subprocess
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from framework.config.schema import Config
+from framework.distributed.collectives import barrier
 from framework.distributed.context import Context
+from framework.jobs.preflight.peers import Peers
 from framework.system.files import free_bytes
 from framework.system.hardware import available_memory, cpu_count
 from framework.system.run_dir import RunDir
 from framework.system.versions import installed_versions
 
-_BUFFERS = 8  # at most three of a size exist at a time, and other things need memory, too
+# At most three buffers of a size exist at a time, and other things need memory, too.
+_BUFFERS = 8
+# Sides of the square matrices that are multiplied.
+_CPU_SIDE = 1024
+_GPU_SIDE = 4096
 
 
 def facts(config: Config, context: Context, run_dir: RunDir) -> dict[str, Any]:
     """Return a rank's facts as preflight.json has them."""
-    shm = Path("/dev/shm")
     host = socket.gethostname()
-    driver = None
-    versions = {"python": platform.python_version(), **installed_versions(("framework", "torch"))}
-    if context.device.type == "cuda" and torch.version.cuda is not None:
-        import pynvml
+    name = f"rank {context.rank}"
+    if context.topology.nnodes > 1:
+        name += f" ({host})"
 
-        pynvml.nvmlInit()
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
+    versions = {"python": platform.python_version(), **installed_versions(("framework", "torch"))}
+    driver = None
+    if context.device.type == "cuda" and torch.version.cuda is not None:
+        driver = _nvidia_driver()
         versions["cuda"] = torch.version.cuda
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+
+    devices = []
+    for device in dict.fromkeys(context.devices):
+        devices.append({"device": str(device), "name": device_name(device)})
+
+    free_shm_bytes = None
+    shm = Path("/dev/shm")
+    if shm.exists():
+        free_shm_bytes = free_bytes(shm)
+
+    links_of_devices = None
+    if context.local_rank == 0:
+        links_of_devices = interconnect()
     return {
         "rank": context.rank,
-        "name": f"rank {context.rank}{f' ({host})' if context.topology.nnodes > 1 else ''}",
+        "name": name,
         "node": context.node_rank,
         "host": host,
         "local_rank": context.local_rank,
-        "devices": [{"device": str(device), "name": device_name(device)} for device in dict.fromkeys(context.devices)],
+        "devices": devices,
         "driver": driver,
         "versions": versions,
         "cores": cpu_count(),
         "threads": torch.get_num_threads(),
         "free_disk_bytes": free_bytes(run_dir.path),
-        "free_shm_bytes": free_bytes(shm) if shm.exists() else None,
+        "free_shm_bytes": free_shm_bytes,
         "data_root": data_root(config.data.root),
-        "interconnect": interconnect() if context.local_rank == 0 else None,
+        "interconnect": links_of_devices,
     }
+
+
+def _nvidia_driver() -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlSystemGetDriverVersion())
 
 
 def buffer_limit(context: Context) -> float:
     """Return the bytes of one buffer that surely fit in the memory of host and device, shared with the node's ranks."""
     topology = context.topology
-    host = available_memory()
-    limits = [float("inf") if host is None else host / (_BUFFERS * topology.procs_per_node)]
+    limit = float("inf")
+    host_bytes = available_memory()
+    if host_bytes is not None:
+        limit = host_bytes / (_BUFFERS * topology.procs_per_node)
     module = torch.get_device_module(context.device)
     if hasattr(module, "mem_get_info"):
-        limits.append(module.mem_get_info(context.device)[0] / (_BUFFERS * topology.procs_per_gpu))
-    return min(limits)
+        free_on_device, _ = module.mem_get_info(context.device)
+        limit = min(limit, free_on_device / (_BUFFERS * topology.procs_per_gpu))
+    return limit
 
 
 def data_root(root: str | None) -> dict[str, str] | None:
@@ -78,12 +109,23 @@ def data_root(root: str | None) -> dict[str, str] | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name that people know."""
-    if device.type != "cpu":
-        return str(getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device))
-    cpus = Path("/proc/cpuinfo")  # on Linux
-    found = re.search(r"^model name\s*: (.*)", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
-    return platform.machine() if found is None else found[1]
+    """Return the name that people know; empty if an accelerator doesn't say it."""
+    if device.type == "cpu":
+        return _cpu_name()
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_device_name"):
+        return ""
+    return str(module.get_device_name(device))
+
+
+def _cpu_name() -> str:
+    """Return the model, which Linux knows, or the architecture."""
+    cpus = Path("/proc/cpuinfo")
+    if cpus.exists():
+        model = re.search(r"^model name\s*: (.*)", cpus.read_text(), re.MULTILINE)
+        if model is not None:
+            return model[1]
+    return platform.machine()
 
 
 def interconnect() -> str | None:
@@ -94,3 +136,27 @@ def interconnect() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.rstrip()
+
+
+def measure_matmul(peers: Peers, *, seconds: float) -> list[dict[str, Any]]:
+    """Return the FLOP/s of each device of this rank. All ranks measure at the same time; every rank must call it."""
+    context = peers.context
+    speeds = []
+    with peers.check("matmul"):
+        for device in dict.fromkeys(context.devices):
+            side = _CPU_SIDE if device.type == "cpu" else _GPU_SIDE
+            left = torch.ones(side, side, device=device)
+            right = torch.ones(side, side, device=device)
+            # The first product loads kernels.
+            product = left @ right
+            context.wait_for_devices()
+            barrier(context)
+
+            times_s = list[float]()
+            while sum(times_s) < seconds or not times_s:
+                began = time.perf_counter()
+                torch.mm(left, right, out=product)
+                context.wait_for_devices()
+                times_s.append(time.perf_counter() - began)
+            speeds.append({"device": str(device), "flops_per_s": 2 * side**3 / median(times_s)})
+    return speeds

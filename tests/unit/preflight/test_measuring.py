@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.internals import (
+    Barrier,
     Context,
     Peers,
     Topology,
@@ -30,12 +31,14 @@ CPU = torch.device("cpu")
 
 def test_the_shortest_barrier_gives_the_clock_offset() -> None:
     """The other clock is 5 s ahead; in the second barrier one rank was held up for 0.4 s after it."""
-    first, second = clock_offsets([[(0.2, 100.0), (0.5, 200.4)], [(0.1, 105.1), (0.1, 205.0)]])
+    of_rank_0 = [Barrier(wait_s=0.2, left_at_s=100.0), Barrier(wait_s=0.5, left_at_s=200.4)]
+    of_rank_1 = [Barrier(wait_s=0.1, left_at_s=105.1), Barrier(wait_s=0.1, left_at_s=205.0)]
+    first, second = clock_offsets([of_rank_0, of_rank_1])
     assert first["ahead_s"] == 0.0
     assert (second["ahead_s"], second["error_s"]) == pytest.approx((5.1, 0.2))
 
 
-def measure_nodes(context: Context) -> tuple[list[list[int]], list[str], list[tuple[float, float]]]:
+def measure_nodes(context: Context) -> tuple[list[list[int]], list[str], list[Barrier]]:
     """Measure as if each rank were a node whose clock is 5 s ahead of the one before."""
     world_size = context.world_size
     rank = context.rank
