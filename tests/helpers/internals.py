@@ -186,17 +186,11 @@ if TYPE_CHECKING:
     from framework.jobs.preflight.report import assess as assess_preflight
     from framework.jobs.preflight.report import render as render_preflight
     from framework.jobs.train import Train
-    from framework.jobs.tune.batch_size import (
-        BatchSizing,
-        DeviceMemory,
-        HostMemory,
-        is_out_of_memory,
-        largest_fitting,
-        resolution,
-    )
     from framework.jobs.tune.job import training_command
     from framework.jobs.tune.lr_range import assess as assess_lr_range
     from framework.jobs.tune.lr_range import plot
+    from framework.jobs.tune.memory import DeviceMemory, HostMemory, is_out_of_memory
+    from framework.jobs.tune.sizes import BatchSizing, largest_fitting, resolution
     from framework.launch import base as launch_base_module
     from framework.launch.child import Child, Message, Tee, show_status
     from framework.launch.cluster_environment import (

@@ -13,15 +13,19 @@ from typing import Any
 import torch
 
 from framework.config.schema import TuneConfig
-from framework.jobs.tune.batch_size import train_steps
+from framework.jobs.tune.steps import train_steps
 from framework.training.meter import LOSS
 from framework.training.trainer import Trainer
 
 _SMOOTHING = 0.9
-_SKIPPED = 10  # first steps, whose mean is of few losses
-_LEAST_FALL = 0.05  # as a share of where the loss falls from
-_TIMES_NOISE = 2.0  # of single losses: a flat smoothed curve wanders by about one
-_BEGUN = 0.1  # the share of its fall after which the loss counts as falling
+# First steps, whose mean is of few losses.
+_SKIPPED = 10
+# The least fall that counts, as a share of where the loss falls from.
+_LEAST_FALL = 0.05
+# The least fall that counts, in standard deviations of single losses: a flat smoothed curve wanders by about one.
+_TIMES_NOISE = 2.0
+# The share of its fall after which the loss counts as falling.
+_BEGUN = 0.1
 
 
 def range_test(
@@ -33,11 +37,14 @@ def range_test(
     it. The loss is the mean over the global batch, the same on all ranks. Every rank must iterate. The weights change.
     """
     groups = trainer.state.optimizer.param_groups
-    first = float(groups[0]["lr"])
-    ratios = [float(group["lr"]) / first if first else 1.0 for group in groups]
+    first_lr = float(groups[0]["lr"])
+    ratios = [1.0] * len(groups)
+    if first_lr != 0.0:
+        ratios = [float(group["lr"]) / first_lr for group in groups]
+    rates = torch.logspace(
+        math.log10(settings.min_lr), math.log10(settings.max_lr), settings.num_training, dtype=torch.float64
+    ).tolist()
     steps = train_steps(trainer, trainer.train_loader, settings.num_training)
-    bounds = (math.log10(settings.min_lr), math.log10(settings.max_lr))
-    rates: list[float] = torch.logspace(*bounds, settings.num_training, dtype=torch.float64).tolist()
     for step, lr in enumerate(rates, start=1):
         for group, ratio in zip(groups, ratios, strict=True):
             group["lr"] = lr * ratio
@@ -62,10 +69,12 @@ def assess(losses: Iterable[tuple[float, float]], *, threshold: float | None) ->
             stopped = f"the loss was {loss} at {lr:.2g}"
             break
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-        smoothed = mean / (1 - _SMOOTHING ** (len(points) + 1))  # without the bias of the first mean, 0
+        # The mean began at 0; this removes that bias, as Adam does.
+        smoothed = mean / (1 - _SMOOTHING ** (len(points) + 1))
         points.append({"lr": lr, "loss": loss, "smoothed": smoothed})
         lowest = min(lowest, smoothed)
-        if threshold is not None and smoothed > lowest + (threshold - 1) * abs(lowest):  # losses may be negative
+        # Losses may be negative.
+        if threshold is not None and smoothed > lowest + (threshold - 1) * abs(lowest):
             stopped = f"the loss had risen to {smoothed:.3g} at {lr:.2g}, from {lowest:.3g}"
             break
     return {"stopped": stopped, "suggestion": suggest(points), "points": points}
@@ -79,43 +88,54 @@ def suggest(points: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
     points = points[_SKIPPED:]
     if len(points) < 3:
         return None
-    smoothed, losses = (torch.tensor([p[key] for p in points], dtype=torch.float64) for key in ("smoothed", "loss"))
+    losses = torch.tensor([point["loss"] for point in points], dtype=torch.float64)
+    smoothed = torch.tensor([point["smoothed"] for point in points], dtype=torch.float64)
     lowest = int(smoothed.argmin())
     high = smoothed[: lowest + 1].max()
     fall = high - smoothed[lowest]
     if fall <= _LEAST_FALL * abs(high):
         return None
+
     # The standard deviation of single losses, of which a fall of a few steps doesn't change the median difference.
     # 0.6745 is the median of a normal distribution's absolute values.
     noise = losses[: lowest + 1].diff().abs().median() / (0.6745 * math.sqrt(2))
     if fall <= _TIMES_NOISE * noise:
         return None
+
+    # The last step at which the loss had hardly fallen yet.
     begins = int((smoothed[:lowest] >= high - _BEGUN * fall).nonzero()[-1])
     steepest = begins + int(torch.gradient(smoothed)[0][begins : lowest + 1].argmin())
-    return {name: points[i]["lr"] for name, i in (("lr", steepest), ("begins", begins), ("minimum", lowest))}
+    return {"lr": points[steepest]["lr"], "begins": points[begins]["lr"], "minimum": points[lowest]["lr"]}
 
 
 def plot(found: Mapping[str, Any], *, title: str) -> str:
     """Return the loss over the learning rate as SVG. Raises ModuleNotFoundError without matplotlib."""
-    from matplotlib.figure import Figure  # pyplot would choose a backend and keep global state
+    # pyplot would choose a backend and keep global state.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.6, 4.8), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="learning rate", ylabel="loss")
     axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
-    lrs, losses, smoothed = ([point[key] for point in found["points"]] for key in ("lr", "loss", "smoothed"))
+    lrs = [point["lr"] for point in found["points"]]
+    losses = [point["loss"] for point in found["points"]]
+    smoothed = [point["smoothed"] for point in found["points"]]
     axes.plot(lrs, losses, ".", color="0.7")
     axes.plot(lrs, smoothed, linewidth=2)
-    best = found["suggestion"]
-    if best is not None:
-        for label, lr, color in (
-            ("suggested", best["lr"], "C3"),
-            ("falls from", best["begins"], "C2"),
-            ("lowest at", best["minimum"], "0.5"),
-            ("a tenth of that", best["minimum"] / 10, "0.7"),
-        ):
+
+    suggestion = found["suggestion"]
+    if suggestion is not None:
+        minimum = suggestion["minimum"]
+        marks = [
+            ("suggested", suggestion["lr"], "C3"),
+            ("falls from", suggestion["begins"], "C2"),
+            ("lowest at", minimum, "0.5"),
+            ("a tenth of that", minimum / 10, "0.7"),
+        ]
+        for label, lr, color in marks:
             axes.axvline(lr, color=color, linestyle="--", label=f"{label} {lr:.2g}")
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
+
         # However far the loss rises after the fall, the fall must be visible.
         until = smoothed.index(min(smoothed)) + 1
         low = min(losses[:until])

@@ -24,9 +24,11 @@ from framework.engine.loaders import build_data, make_train_loader
 from framework.engine.setup import RankSetup, setup_rank
 from framework.engine.weights import load_initial_weights
 from framework.errors import ConfigError, DataError, RunError, describe_error
-from framework.jobs.tune.batch_size import find_batch_size, full_steps, is_out_of_memory, train_steps
+from framework.jobs.tune.batch_size import find_batch_size
 from framework.jobs.tune.findings import PLOT, RESULT
 from framework.jobs.tune.lr_range import assess, plot, range_test
+from framework.jobs.tune.memory import is_out_of_memory
+from framework.jobs.tune.steps import full_steps, train_steps
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import RankPhase
 from framework.system.run_dir import write_atomically, write_object
@@ -40,8 +42,6 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """
     with setup_rank(arguments, link) as setup, ExitStack() as stack:
         setup = replace(setup, config=_tuned_config(setup))
-        config = setup.config
-        context = setup.context
         datasets, setup = build_data(setup)
         if "train" in streams_of(datasets):
             raise DataError(
@@ -50,35 +50,53 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
             )
         loader: Any = make_train_loader(setup, datasets)
         stack.callback(loader.close)
+
         link.rank_status.set_phase(RankPhase.MEETING)
-        with_cpu = setup.strategy.exchanges_on_cpu
-        stack.enter_context(process_group(context, config.backend, rendezvous=arguments.rendezvous, with_cpu=with_cpu))
+        group = process_group(
+            setup.context,
+            setup.config.backend,
+            rendezvous=arguments.rendezvous,
+            with_cpu=setup.strategy.exchanges_on_cpu,
+        )
+        stack.enter_context(group)
         stack.enter_context(link.recording())
+
         link.rank_status.set_phase(RankPhase.BUILDING)
-        found: dict[str, Any] = {
-            "recipe": config.recipe,
-            "processes": context.world_size,
-            "batch_size": None,
-            "lr": None,
-            "overrides": {},
-        }
-        plan = setup.plan
-        if config.tune.find_batch_size:
-            callbacks = build.build_callbacks(setup.requested.callbacks, context=context, run_dir=setup.run_dir)
-            averages = len(hooks(callbacks.values(), "evaluation_weights"))
-            plan, found["batch_size"], found["overrides"] = find_batch_size(setup, loader, averages=averages)
-            _write(setup, found)
-        gc.collect()  # of the trials' model
-        found["lr"] = _train_together(setup, full_steps(loader, plan), found["batch_size"])
-        if found["lr"] is not None:
-            if (suggestion := found["lr"]["suggestion"]) is not None:
-                key = "optimizer.lr" if "lr" in config.optimizer else "++optimizer.lr"
-                found["overrides"][key] = float(f"{suggestion['lr']:.2g}")
-            _write(setup, found)
-            if context.is_main:
-                _plot(setup, found["lr"])
+        _tune(setup, loader)
         link.rank_status.set_phase(RankPhase.CLOSING)
-        barrier(context)
+        barrier(setup.context)
+
+
+def _tune(setup: RankSetup, loader: MapLoader) -> None:
+    """Search for the batch, then for the learning rate, and write tune.json after each. Every rank must call it."""
+    config = setup.config
+    tuned: dict[str, Any] = {
+        "recipe": config.recipe,
+        "processes": setup.context.world_size,
+        "batch_size": None,
+        "lr": None,
+        "overrides": {},
+    }
+    plan = setup.plan
+    if config.tune.find_batch_size:
+        callbacks = build.build_callbacks(setup.requested.callbacks, context=setup.context, run_dir=setup.run_dir)
+        averages = len(hooks(callbacks.values(), "evaluation_weights"))
+        plan, tuned["batch_size"], tuned["overrides"] = find_batch_size(setup, loader, averages=averages)
+        _write(setup, tuned)
+    # Frees the trials' model.
+    gc.collect()
+
+    lr = _train_together(setup, full_steps(loader, plan), tuned["batch_size"])
+    if lr is None:
+        return
+    tuned["lr"] = lr
+    suggestion = lr["suggestion"]
+    if suggestion is not None:
+        key = "optimizer.lr" if "lr" in config.optimizer else "++optimizer.lr"
+        tuned["overrides"][key] = float(f"{suggestion['lr']:.2g}")
+    _write(setup, tuned)
+    if setup.context.is_main:
+        _plot(setup, lr)
 
 
 def _tuned_config(setup: RankSetup) -> Config:
@@ -113,11 +131,11 @@ def _tuned_config(setup: RankSetup) -> Config:
     )
 
 
-def _write(setup: RankSetup, found: dict[str, Any]) -> None:
+def _write(setup: RankSetup, tuned: dict[str, Any]) -> None:
     """Write what was found so far, on rank 0."""
     if setup.context.is_main:
-        write_object(setup.run_dir.path / RESULT, found)
-        setup.run_dir.update_run({"results": {"overrides": found["overrides"]}})
+        write_object(setup.run_dir.path / RESULT, tuned)
+        setup.run_dir.update_run({"results": {"overrides": tuned["overrides"]}})
 
 
 def _train_together(setup: RankSetup, loader: MapLoader, batch: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -1,0 +1,33 @@
+"""Training steps whose number is fixed, however many epochs they take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import count, islice
+
+from framework.data.batching import BatchPlan
+from framework.data.loader import MapLoader
+from framework.data.stream import StreamLoader
+from framework.training.trainer import Trainer
+from framework.types import Window
+
+
+def full_steps(loader: MapLoader, plan: BatchPlan) -> MapLoader:
+    """Return a loader of steps as planned, without a short one at the end of an epoch; at least one."""
+    return loader.replanned(plan, limit=max(1, loader.size // plan.global_batch_size))
+
+
+def train_steps(trainer: Trainer, loader: MapLoader | StreamLoader, num_steps: int) -> Iterator[float]:
+    """Train `num_steps` steps, over as many epochs as that takes, and yield the seconds of each."""
+    for window in islice(_windows(loader), num_steps):
+        began = time.perf_counter()
+        trainer.train_step(window)
+        trainer.context.wait_for_devices()
+        yield time.perf_counter() - began
+
+
+def _windows(loader: MapLoader | StreamLoader) -> Iterator[Window]:
+    """Yield the batches of one step after another, epoch after epoch, without end."""
+    for epoch in count():
+        yield from loader.epoch(epoch)

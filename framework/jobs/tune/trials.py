@@ -1,0 +1,198 @@
+"""Try a batch size on all ranks: a few training steps, and the memory that they took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from textwrap import shorten
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from framework.data.loader import MapLoader
+from framework.distributed.collectives import barrier
+from framework.engine.build_trainer import build_trainer
+from framework.engine.setup import RankSetup
+from framework.engine.state_bytes import average_dtype
+from framework.errors import describe_error
+from framework.jobs.tune.memory import DeviceMemory, HostMemory, is_out_of_memory
+from framework.jobs.tune.sizes import BatchSizing
+from framework.jobs.tune.steps import full_steps, train_steps
+from framework.strategies.base import Strategy
+from framework.system.formatting import format_binary_bytes
+
+
+@dataclass
+class _Outcome:
+    """What came of a trial on one rank."""
+
+    # Why the size doesn't fit; None if it does.
+    refusal: str | None
+    peak_bytes: int | None = None
+    # Of the fastest step.
+    step_s: float | None = None
+
+
+@final
+class Trials:
+    """Tries batch sizes on all ranks, each by itself. Weights don't change, since the learning rate is set to 0.
+
+    A rank that runs out of memory in the middle of a step would leave the others waiting in the exchange of gradients.
+    So the model isn't wrapped by a strategy, and the ranks exchange only the outcome. The memory that the strategy
+    needs on top is allocated meanwhile.
+    """
+
+    memory: HostMemory | DeviceMemory
+
+    def __init__(self, setup: RankSetup, loader: MapLoader, sizing: BatchSizing, *, averages: int) -> None:
+        """Every rank must make one. averages: see `find_batch_size`."""
+        self._context = setup.context
+        self._loader = loader
+        self._sizing = sizing
+        self._steps = setup.config.tune.steps_per_trial
+        # The trials as tune.json has them, by samples.
+        self.tried: dict[int, dict[str, Any]] = {}
+        self._trainer = build_trainer(replace(setup, strategy=Strategy()), loader, {})
+        self._trainer.weight_alone()
+        for param_group in self._trainer.state.optimizer.param_groups:
+            param_group["lr"] = 0.0
+        # It goes over the CPU.
+        self._exchange = setup.exchange
+        self._exchange.open()
+
+        # Gradients that are exchanged are copied; some strategies keep copies of weights.
+        gradient_copies = setup.strategy.costs().weight_copies
+        if self._context.world_size > 1:
+            gradient_copies += 1
+        model = self._trainer.state.bare_model
+        # Tensors, and how often each is copied.
+        self._copies: list[tuple[Tensor, int]] = []
+        for tensor in (*model.parameters(), *model.buffers()):
+            # Averages of bfloat16 are float32.
+            widened = average_dtype(tensor).itemsize // tensor.itemsize
+            copies = averages * widened
+            if tensor.requires_grad:
+                copies += gradient_copies
+            self._copies.append((tensor, copies))
+
+        # All processes of a node measure what is free before one of them takes it.
+        margin = setup.config.tune.margin
+        topology = self._context.topology
+        barrier(self._context)
+        if self._context.device.type == "cpu":
+            self.memory = HostMemory(sharing=topology.procs_per_node, margin=margin)
+        else:
+            self.memory = DeviceMemory(self._context.devices, sharing=topology.procs_per_gpu, margin=margin)
+        barrier(self._context)
+
+    def fits(self, size: int) -> bool:
+        """Return True if a pass of `size` samples fits on every rank. Every rank must call it.
+
+        Passes errors that aren't about memory.
+        """
+        size = self._sizing.pass_size(size)
+        # Several sizes split a global batch in the same way.
+        if size not in self.tried:
+            own = self._try(size)
+            outcomes = [self._exchange.broadcast(own, source=rank) for rank in range(self._context.world_size)]
+            self.tried[size] = self._combined(size, outcomes)
+            if self._context.is_main:
+                print(_line(self.tried[size]), flush=True)
+        return bool(self.tried[size]["fits"])
+
+    def _combined(self, size: int, outcomes: list[_Outcome]) -> dict[str, Any]:
+        """Return the trial as tune.json has it. outcomes: of every rank."""
+        trial: dict[str, Any] = {
+            "batch_size": size,
+            "fits": True,
+            "refused_by": None,
+            "refusal": None,
+            "peak_bytes": max((o.peak_bytes for o in outcomes if o.peak_bytes is not None), default=None),
+            "samples_per_s": None,
+        }
+        for rank, outcome in enumerate(outcomes):
+            if outcome.refusal is not None:
+                return {**trial, "fits": False, "refused_by": rank, "refusal": outcome.refusal}
+        slowest_s = max(outcome.step_s for outcome in outcomes if outcome.step_s is not None)
+        samples = min(self._sizing.trial(size).global_batch_size, self._sizing.samples)
+        return {**trial, "samples_per_s": samples / slowest_s}
+
+    def _try(self, size: int) -> _Outcome:
+        """Try the size on this rank."""
+        expected = self._expected_bytes(size)
+        room = self.memory.room_bytes
+        if room is not None and expected > room:
+            return _Outcome(f"would take about {format_binary_bytes(expected)} of {format_binary_bytes(room)}")
+
+        self.memory.clear()
+        outcome = self._make_steps(size)
+        peak = self.memory.peak_bytes()
+        # At once: other processes of this machine may still make their steps.
+        self.memory.clear()
+        outcome.peak_bytes = peak
+        if outcome.refusal is None and peak is not None and room is not None and peak > room:
+            outcome.refusal = f"took {format_binary_bytes(peak)} of {format_binary_bytes(room)}"
+        return outcome
+
+    def _make_steps(self, size: int) -> _Outcome:
+        """Train a few steps. On return their memory is free."""
+        loader = full_steps(self._loader, self._sizing.trial(size))
+        times_s: list[float] = []
+        try:
+            reserved = []
+            for tensor, copies in self._copies:
+                reserved += [torch.ones_like(tensor) for _ in range(copies)]
+            for step_s in train_steps(self._trainer, loader, self._steps):
+                # The first step loads kernels and compiles.
+                if not times_s:
+                    self.memory.clear()
+                times_s.append(step_s)
+            del reserved
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return _Outcome(describe_error(error))
+        finally:
+            self._trainer.state.optimizer.zero_grad(set_to_none=True)
+        return _Outcome(None, step_s=min(times_s[1:]))
+
+    def _expected_bytes(self, size: int) -> int:
+        """Return the peak to expect in the host's memory: from a line through the two largest sizes that fitted.
+
+        The first size is compared with what the weights take without any sample. 0 if the size may be tried.
+        """
+        peaks = sorted((samples, trial["peak_bytes"]) for samples, trial in self.tried.items() if trial["fits"])
+        if isinstance(self.memory, DeviceMemory) or not peaks:
+            return 0
+        last_size, last_bytes = peaks[-1]
+        if last_bytes is None:
+            return 0
+        previous_size = 0
+        previous_bytes = self._fixed_bytes()
+        if len(peaks) > 1:
+            previous_size, previous_bytes = peaks[-2]
+        bytes_per_sample = max(last_bytes - previous_bytes, 0) / (last_size - previous_size)
+        return int(last_bytes + bytes_per_sample * (size - last_size))
+
+    def _fixed_bytes(self) -> int:
+        """Return what a step takes without any sample: the optimizer's state, copies and gradients."""
+        fixed_bytes = 0
+        for state in self._trainer.state.optimizer.state.values():
+            fixed_bytes += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+        for tensor, copies in self._copies:
+            gradients = int(tensor.requires_grad)
+            fixed_bytes += (copies + gradients) * tensor.nbytes
+        return fixed_bytes
+
+
+def _line(trial: Mapping[str, Any]) -> str:
+    """Return what is printed of a trial."""
+    label = f"  batch {trial['batch_size']:<8,}"
+    if not trial["fits"]:
+        refusal = shorten(trial["refusal"], 90, placeholder="…")
+        return f"{label} doesn't fit  rank {trial['refused_by']}: {refusal}"
+    peak = ""
+    if trial["peak_bytes"] is not None:
+        peak = format_binary_bytes(trial["peak_bytes"])
+    return f"{label} fits         {peak:>10}  {trial['samples_per_s']:,.0f} samples/s"
