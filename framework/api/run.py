@@ -195,7 +195,7 @@ class Run:
         import torch
 
         self._check_trust("the model")
-        from framework.jobs.export.model_file import load_source
+        from framework.jobs.export.source import load_source
 
         topology = self.record.get("topology", {})
         if "span" not in topology:

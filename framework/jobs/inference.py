@@ -5,14 +5,12 @@ Every sample of a part is evaluated or predicted once; rank 0 writes the predict
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from framework.checkpoint import read_manifest
 from framework.config.schema import Part
@@ -26,15 +24,12 @@ from framework.engine.loaders import build_data, make_eval_loaders
 from framework.engine.setup import RankSetup, setup_rank
 from framework.engine.work import joined, trained_model
 from framework.errors import ConfigError, DataError, TargetError
+from framework.jobs.prediction_file import Columns, columns_of, concatenated, write_predictions
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.media import markdown_texts
 from framework.monitoring.rank_status import RankPhase
-from framework.system.files import atomic_output
 from framework.training.broadcasting import refused_broadcasting
 from framework.training.evaluation import Evaluator
-
-Columns = dict[str, Tensor]
-"""Name → values of some samples: shape (n,) or (n, k) or more, on the CPU."""
 
 
 def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
@@ -49,9 +44,10 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
                 context=setup.context,
                 inference_mode=setup.config.trainer.inference_mode,
             )
-            found = evaluator.evaluate(loaders)
+            evaluation = evaluator.evaluate(loaders)
         if setup.context.is_main:
-            setup.run_dir.update_run({"results": {"metrics": found.metrics, "texts": markdown_texts(found.texts)}})
+            texts = markdown_texts(evaluation.texts)
+            setup.run_dir.update_run({"results": {"metrics": evaluation.metrics, "texts": texts}})
 
 
 def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
@@ -93,9 +89,15 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
             function = import_target(config.job)
         except TargetError as error:
             raise TargetError(f"job={config.job}: {error}") from error
-        if mistakes := list(check_node(node, "args", positional=1, supplied=offered)):
+        mistakes = list(check_node(node, "args", positional=1, supplied=offered))
+        if mistakes:
             raise TargetError("\n".join(mistakes))
-        keywords = {name: value for name, value in offered.items() if name not in config.args and takes(node, name)}
+
+        # An argument of the user's own wins over what is offered.
+        keywords = {}
+        for name, value in offered.items():
+            if name not in config.args and takes(node, name):
+                keywords[name] = value
         with joined(setup, arguments, needs_weights=True) as model:
             function(model, **keywords, **config.args)
 
@@ -124,8 +126,7 @@ def _ready(
             f"There is: {', '.join(datasets.parts)}."
         )
     setup.link.rank_status.set_phase(RankPhase.MEETING)
-    with ExitStack() as stack:
-        stack.enter_context(process_group(setup.context, setup.config.backend, rendezvous=arguments.rendezvous))
+    with process_group(setup.context, setup.config.backend, rendezvous=arguments.rendezvous), ExitStack() as stack:
         for loader in loaders.values():
             stack.enter_context(closing(loader))
         if streams_of(datasets):
@@ -138,69 +139,3 @@ def _ready(
             loader.set_epoch(epoch)
         yield assembled, loaders
         setup.link.rank_status.set_phase(RankPhase.CLOSING)
-
-
-# The file of predictions
-
-
-def columns_of(prediction: Tensor | Mapping[str, Tensor], *, num_samples: int) -> Columns:
-    """Return what a task's `predict_step` returned as columns. Raises ConfigError for all but a row for each sample."""
-    named: dict[str, Any] = dict(prediction) if isinstance(prediction, Mapping) else {"output": prediction}
-    for name, values in named.items():
-        if not isinstance(values, Tensor) or values.ndim == 0 or len(values) != num_samples:
-            seen = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise ConfigError(
-                f"The task's predict_step returned {name!r} as {seen} for a batch of {num_samples} samples.\n"
-                "It must return a tensor, or a dict of tensors, whose first dimension is the sample."
-            )
-    return {name: values.detach().cpu() for name, values in named.items()}
-
-
-def concatenated(parts: Sequence[Columns]) -> Columns:
-    """Return the samples of all parts, one part after another; no columns without parts."""
-    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
-
-
-def write_predictions(shares: Sequence[Columns], output: Path, *, turns: int | None = None) -> int:
-    """Write the shares of all ranks to `output`, and return the number of samples.
-
-    Args:
-        shares: of each rank, in the order of ranks; a rank without samples has no columns.
-        output: `.csv` (a header, one row for each sample, an index first) or `.pt` (a dict of tensors).
-        turns: how many samples each rank has in turn; None if one share follows another (each rank read a shard of a
-            stream).
-
-    Raises:
-        RunError: the disk refuses.
-    """
-    sizes = [len(next(iter(share.values()), ())) for share in shares]
-    columns = concatenated([share for share in shares if share])
-    if turns is not None and len(shares) > 1:
-        rounds = torch.cat([torch.arange(size) // turns for size in sizes])
-        order = rounds.argsort(stable=True)  # stable: within a round, samples stay in the order of ranks
-        for name in columns:
-            columns[name] = columns[name][order]
-    with atomic_output(output, key="predict.output") as path:
-        if output.suffix == ".csv":
-            _write_csv(columns, path)
-        else:
-            torch.save(columns, path)
-    return sum(sizes)
-
-
-def _write_csv(columns: Columns, path: Path) -> None:
-    """Write a column for each number of a sample: `output` of shape (n, 3) is `output_0`, `output_1`, `output_2`."""
-    names = ["index"]
-    cells = []
-    for name, values in columns.items():
-        flat = values[:, None].flatten(start_dim=1)
-        names += [name] if values.ndim == 1 else [f"{name}_{i}" for i in range(flat.shape[1])]
-        cells += [list(map(_number, column)) for column in flat.T.tolist()]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(names)
-        writer.writerows([index, *row] for index, row in enumerate(zip(*cells, strict=True)))
-
-
-def _number(value: Any) -> Any:
-    return f"{value:.9g}" if isinstance(value, float) else value  # nine digits give the same float32 back

@@ -165,11 +165,11 @@ if TYPE_CHECKING:
     from framework.engine.restore import restore as restore_run
     from framework.engine.setup import procs_on_cores
     from framework.engine.state_bytes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
+    from framework.jobs.export import graph_files as graph_files_module
     from framework.jobs.export import job as export_job_module
-    from framework.jobs.export import model_file as model_file_module
+    from framework.jobs.export.graph import TOLERANCES, check_close
     from framework.jobs.export.job import Export, output_path
-    from framework.jobs.export.model_file import TOLERANCES, check_close
-    from framework.jobs.inference import Columns, columns_of, concatenated, write_predictions
+    from framework.jobs.export.model_file import export as export_model
     from framework.jobs.parity import job as parity_job_module
     from framework.jobs.parity.comparison import CAUSES, tensor_difference
     from framework.jobs.parity.comparison import render as render_parity
@@ -178,6 +178,7 @@ if TYPE_CHECKING:
     from framework.jobs.plan import job as plan_job_module
     from framework.jobs.plan.job import rank_table
     from framework.jobs.plan.job import render as render_plan
+    from framework.jobs.prediction_file import Columns, columns_of, concatenated, write_predictions
     from framework.jobs.preflight.barriers import Barrier, clock_offsets, time_barriers
     from framework.jobs.preflight.links import link_rounds, measure_links
     from framework.jobs.preflight.machine import data_root

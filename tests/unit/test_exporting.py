@@ -18,7 +18,7 @@ from framework.checkpoint import LocalStorage
 from framework.errors import CheckpointError, ConfigError, TargetError
 from recipes.toy import ToyModel
 from recipes.toy_model_parallel import ToyModelParallel
-from tests.helpers.internals import model_file_module, write_checkpoint
+from tests.helpers.internals import export_model, graph_files_module, write_checkpoint
 from tests.unit.config.raw import composed
 
 HERE = "tests.unit.test_exporting"
@@ -123,7 +123,7 @@ def export(tmp_path):
         checkpoint = folder / write_checkpoint(LocalStorage(folder), state, step=7, epoch=0, metrics={}, config_text="")
         raw["checkpoint"]["path"] = str(checkpoint)
         path = tmp_path / f"file{SUFFIX[format_]}"
-        answer = model_file_module.export({"config": raw, "span": span, "path": str(path)})
+        answer = export_model({"config": raw, "span": span, "path": str(path)})
         assert (answer["step"], answer["model"]) == (7, type(model).__name__)
         json.dumps(answer)
         said: dict[str, list[str]] = {}
@@ -260,7 +260,7 @@ def test_the_first_call_becomes_the_example(export):
 
 @pytest.mark.exhaustive
 def test_without_onnxruntime_the_reference_runs_the_file(export, monkeypatch):
-    monkeypatch.setattr(model_file_module, "find_spec", lambda _: None)
+    monkeypatch.setattr(graph_files_module, "find_spec", lambda _: None)
     path, said = export(ToyModel(), "onnx")
     assert "by onnx.reference" in said["compared"][0]
     found = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map

@@ -1,4 +1,7 @@
-"""`job=export`: a trained model as a plain file. `job` is its entry; `model_file` needs torch."""
+"""`job=export`: a trained model as a plain file.
+
+Start with `job` (no torch), then `model_file`: it loads a `source` and writes its `weights` or its `graph`.
+"""
 
 from framework.jobs.export.job import Export
 
