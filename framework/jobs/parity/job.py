@@ -15,7 +15,7 @@ with these keys:
     first_difference
                    null, or of the first step that differs: step (0: the start), layer (the first in the forward),
                    parts (how many differ, the first of them), shares (samples of each process), reason (see
-                   `comparison.CAUSES`), module, factor, names
+                   `page.CAUSES`), module, factor, names
 
 Exit status 0: the same; 1: not the same, or a training failed; 2: can't be compared. No torch here.
 """
@@ -42,7 +42,8 @@ from framework.system.formatting import display_path, format_count
 from framework.system.hardware import count_gpus
 from framework.system.run_dir import new_name, write_object
 
-_RECORDS = "parity"  # in each run directory, as in `recording`
+# The folder in each run directory that `recording` writes to.
+_RECORDS = "parity"
 
 
 class Parity(Job):
@@ -153,10 +154,11 @@ def training(request: Request, topology: Topology, *, processes: int, global_bat
     Args:
         moves: True: the initial weights are slightly moved.
     """
-    gpus = topology.gpus_per_node
-    if gpus:
-        needed_gpus = processes * topology.span
-        gpus = min(gpus, needed_gpus) if request.config.topology.share_gpus else needed_gpus
+    gpus = 0
+    if topology.gpus_per_node > 0:
+        gpus = processes * topology.span
+        if request.config.topology.share_gpus:
+            gpus = min(gpus, topology.gpus_per_node)
 
     raw: dict[str, Any] = deepcopy(dict(request.raw))
     raw["data"] |= {"global_batch_size": global_batch_size}

@@ -194,7 +194,9 @@ class Recording:
         drawn_before = self._drawn
         self._drawn = fingerprint(self._devices)
         drew = self._drawn != drawn_before
-        inside = self._open[-1] if self._open else None
+        inside = None
+        if self._open:
+            inside = self._open[-1]
         for tensor in tensors:
             self._events.append(Event(kind, name, type(module).__name__, inside, drew, moments(tensor)))
 

@@ -1,4 +1,4 @@
-"""`job=plan`: show what a run would be. Start with `job`; `estimate` needs torch."""
+"""`job=plan`: show what a run would be. Start with `job`; `estimate` needs torch, `page` prints it."""
 
 from framework.jobs.plan.job import Plan
 

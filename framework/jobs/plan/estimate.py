@@ -5,6 +5,7 @@ The result is the same on every machine.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,7 +34,7 @@ from framework.errors import DataError, describe_error
 from framework.optim.param_groups import ParamGroups
 from framework.optim.phases import phases_of
 from framework.strategies.activation_checkpointing import apply_activation_checkpointing
-from framework.strategies.base import Strategy
+from framework.strategies.base import Strategy, StrategyCosts
 from framework.strategies.pipeline_stages import split_into_stages
 from framework.system.run_dir import RunDir
 from framework.training.length import schedule_length, steps_per_epoch, total_steps
@@ -109,7 +110,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
         "batch": {
             "global": plan.global_batch_size,
             "per_rank": {"least": least, "most": most},
-            "per_forward": {"least": least // plan.micro_batches, "most": -(-most // plan.micro_batches)},
+            "per_forward": {"least": least // plan.micro_batches, "most": math.ceil(most / plan.micro_batches)},
             "accumulate_grad_batches": config.trainer.accumulate_grad_batches,
             "num_microbatches": plan.micro_batches // config.trainer.accumulate_grad_batches,
         },
@@ -164,8 +165,10 @@ def _steps(config: Config, plan: BatchPlan, datasets: Datasets | None) -> dict[s
     settings = config.trainer
     per_epoch = None
     if datasets is not None:
-        is_stream = isinstance(datasets.train, IterableDataset)
-        per_epoch = steps_per_epoch(settings, plan, size=None if is_stream else train_size(datasets))
+        size = None
+        if not isinstance(datasets.train, IterableDataset):
+            size = train_size(datasets)
+        per_epoch = steps_per_epoch(settings, plan, size=size)
     total = total_steps(settings, steps_per_epoch=per_epoch)
     return {"per_epoch": per_epoch, "total": total, "max_epochs": settings.max_epochs, "max_steps": settings.max_steps}
 
@@ -195,22 +198,21 @@ def _sizes(
     optimizer = build.build_optimizer(param_groups, model, total_steps=total)
     build.build_schedule(config.scheduler, optimizer, configs, length=schedule_length)
     groups = _groups(param_groups, model, notes)
-    group_bytes = [group["state"] for group in groups]
-    state_bytes = None if None in group_bytes else sum(group_bytes)
+    state_bytes = None
+    if all(group["state"] is not None for group in groups):
+        state_bytes = sum(group["state"] for group in groups)
 
-    world_size = context.world_size
-    costs = strategy.costs()
-    shards = costs.num_shards
-    # A stage exchanges gradients only with its copies.
-    stages = 1 if strategy.num_stages is None else shards
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    parameter_bytes = tensor_bytes(model.parameters())
-    gradient_bytes = tensor_bytes(trainable)
-    buffer_bytes = tensor_bytes(model.buffers())
-    gathered_bytes = tensor_bytes(model.parameters(), costs.param_dtype)
+    costs = strategy.costs()
+    # A stage exchanges gradients only with its copies.
+    stages = 1
+    if strategy.num_stages is not None:
+        stages = costs.num_shards
     reduced_bytes = 0
-    if world_size > stages:
-        reduced_bytes = -(-tensor_bytes(trainable, costs.reduce_dtype) // stages)
+    if context.world_size > stages:
+        reduced_bytes = math.ceil(tensor_bytes(trainable, costs.reduce_dtype) / stages)
+    memory = _memory(model, costs, averages=averages, reduced_bytes=reduced_bytes, state_bytes=state_bytes)
+    gathered_bytes = tensor_bytes(model.parameters(), costs.param_dtype)
 
     # Both raise FrameworkError for a model that they don't fit.
     if strategy.num_stages is not None:
@@ -219,33 +221,47 @@ def _sizes(
 
     checkpoint = None
     if state_bytes is not None and config.checkpoint.enabled:
-        checkpoint = checkpoint_bytes(model, state_bytes, world_size=world_size, averages=averages, strategy=strategy)
+        checkpoint = checkpoint_bytes(
+            model, state_bytes, world_size=context.world_size, averages=averages, strategy=strategy
+        )
     return {
         "model": {
             "name": type(model).__name__,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "trainable": sum(parameter.numel() for parameter in trainable),
         },
-        "memory": {
-            "parameters": -(-parameter_bytes // shards),
-            "gradients": -(-gradient_bytes // shards),
-            "buckets": reduced_bytes if costs.copies_gradients else 0,
-            "optimizer": None if state_bytes is None else -(-state_bytes // shards),
-            "buffers": buffer_bytes,
-            "averages": averages * average_bytes((*model.parameters(), *model.buffers())),
-            "anchors": costs.weight_copies * gradient_bytes,
-            "errors": costs.gradients_kept * gradient_bytes,
-        },
+        "memory": memory,
         "traffic": _traffic(
             costs.exchanges_every,
-            shards // stages,
-            world_size // stages,
+            costs.num_shards // stages,
+            context.world_size // stages,
             reduced=reduced_bytes,
             gathered=gathered_bytes,
         ),
         "optimizer": described(config.optimizer),
         "groups": groups,
         "checkpoint": checkpoint,
+    }
+
+
+def _memory(
+    model: nn.Module, costs: StrategyCosts, *, averages: int, reduced_bytes: int, state_bytes: int | None
+) -> dict[str, int | None]:
+    """Return the bytes on each rank, under the keys listed in `plan.job`."""
+    parameter_bytes = tensor_bytes(model.parameters())
+    gradient_bytes = tensor_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+    optimizer_state_bytes = None
+    if state_bytes is not None:
+        optimizer_state_bytes = math.ceil(state_bytes / costs.num_shards)
+    return {
+        "parameters": math.ceil(parameter_bytes / costs.num_shards),
+        "gradients": math.ceil(gradient_bytes / costs.num_shards),
+        "buckets": reduced_bytes if costs.copies_gradients else 0,
+        "optimizer": optimizer_state_bytes,
+        "buffers": tensor_bytes(model.buffers()),
+        "averages": averages * average_bytes((*model.parameters(), *model.buffers())),
+        "anchors": costs.weight_copies * gradient_bytes,
+        "errors": costs.gradients_kept * gradient_bytes,
     }
 
 

@@ -38,8 +38,7 @@ and `notes` says why):
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,29 +49,8 @@ from framework.command.launcher import Placement, place
 from framework.command.request import JobResult, Request
 from framework.config.checks import validation_mistakes
 from framework.config.schema import Config
-from framework.config.topology import Topology
+from framework.jobs.plan.page import render
 from framework.launch.fork_server import call_in_child
-from framework.system.formatting import format_bytes, format_count, format_table
-
-_WIDTH = 100
-_MAX_RANKS = 16  # of more, the first and the last ones are shown
-_SIZES = ("memory", "traffic", "checkpoint")
-_SHOWN = (
-    "launcher",
-    "backend",
-    "strategy",
-    "shards",
-    "optimizer",
-    "batch",
-    "data",
-    "steps",
-    "model",
-    "memory",
-    "traffic",
-    "exchanges_every",
-    "checkpoint",
-    "run_dir",
-)
 
 
 class Plan(Job):
@@ -127,121 +105,3 @@ def make_plan(request: Request, placement: Placement) -> dict[str, Any]:
         "environment": environment(config, topology),
         "commands": commands(request, topology, own_keys=Plan.sections),
     }
-
-
-# The page for the terminal
-
-
-def render(plan: Mapping[str, Any], topology: Topology) -> str:
-    """Return the page for what `make_plan` returned, under the same names."""
-    parts = [
-        f"Plan of {plan['recipe']}: {_arithmetic(topology)}",
-        rank_table(topology),
-        format_table(_facts(plan, topology), width=_WIDTH),
-    ]
-    start = _start_lines(plan["commands"], topology)
-    if len(plan["groups"]) > 1:
-        start = [_group_table(plan["groups"]), "", *start]
-    parts.append("\n".join(start))
-    parts += [f"Note: {note}" for note in plan["notes"]]
-    return "\n\n".join(parts)
-
-
-def _facts(plan: Mapping[str, Any], topology: Topology) -> list[tuple[str, str]]:
-    """Return the rows of the page: a name and a text."""
-    facts = []
-    for key in _SHOWN:
-        format_number = format_bytes if key in _SIZES else "{:,.12g}".format
-        facts.append((key, _text(plan[key], format_number)))
-
-    memory_bytes = sum(size_bytes or 0 for size_bytes in plan["memory"].values())
-    facts.append(("on each rank", f"{format_bytes(memory_bytes)} of memory; activations besides"))
-
-    titles = {
-        "common": "environment",
-        "first_rank": "of rank 0",
-        "last_rank": f"of rank {topology.world_size - 1}",
-    }
-    for key, variables in plan["environment"].items():
-        if variables:
-            settings = [f"{name}={value}" for name, value in variables.items()]
-            facts.append((titles[key], " ".join(settings)))
-    return facts
-
-
-def _start_lines(commands: Mapping[str, Sequence[str]], topology: Topology) -> list[str]:
-    """Return the commands that start the run."""
-    title = "Start it with one of"
-    if topology.nnodes > 1:
-        title += f" (the first two on each node, whose number is NODE: 0 to {topology.nnodes - 1})"
-    return [title, *(f"  {shlex.join(words)}" for words in commands.values())]
-
-
-def _group_table(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a row for each parameter group. What no pattern matches has no name."""
-    rows = [("group", "optimizer", "tensors", "parameters", "trained", "state")]
-    for group in groups:
-        state_bytes = group["state"]
-        rows.append(
-            (
-                group["name"] or "(others)",
-                group["optimizer"],
-                f"{group['tensors']:,}",
-                f"{group['parameters']:,}",
-                f"{group['trainable']:,}",
-                "–" if state_bytes is None else format_bytes(state_bytes),
-            )
-        )
-    return format_table(rows)
-
-
-def _text(value: Any, format_number: Callable[[float], str]) -> str:
-    """Return a value of the plan as text. What is unknown, empty or zero is left out."""
-    if value is None:
-        return "–"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return " and ".join(value)
-    if not isinstance(value, Mapping):
-        return format_number(value)
-
-    entries = {name: entry for name, entry in value.items() if entry}
-    if entries.keys() == {"least", "most"}:
-        numbers = sorted(set(entries.values()))
-        return " or ".join(map(format_number, numbers))
-    texts = [f"{name} {_text(entry, format_number)}" for name, entry in entries.items()]
-    return ", ".join(texts) or "–"
-
-
-def rank_table(topology: Topology) -> str:
-    """Return a row for each rank with its place and its devices."""
-    rows = [("rank", "node", "local rank", "GPU" if topology.gpus_per_node else "device")]
-    ranks = range(topology.world_size)
-    if len(ranks) <= _MAX_RANKS:
-        rows += [_rank_row(rank, topology) for rank in ranks]
-    else:
-        half = _MAX_RANKS // 2
-        rows += [_rank_row(rank, topology) for rank in ranks[:half]]
-        rows.append(("…", "…", "…", "…"))
-        rows += [_rank_row(rank, topology) for rank in ranks[-half:]]
-    return format_table(rows)
-
-
-def _rank_row(rank: int, topology: Topology) -> tuple[str, str, str, str]:
-    node, local_rank = divmod(rank, topology.procs_per_node)
-    devices = topology.device_indices(local_rank)
-    names = [str(device) for device in devices] if devices else ["CPU"] * topology.span
-    return str(rank), str(node), str(local_rank), ", ".join(names)
-
-
-def _arithmetic(topology: Topology) -> str:
-    """Return how the number of ranks and of their devices comes about."""
-    nodes = format_count(topology.nnodes, "node")
-    processes = format_count(topology.procs_per_node, "process", "processes")
-    text = f"{nodes} × {processes} = {format_count(topology.world_size, 'rank')}"
-    if topology.gpus_per_node == 0:
-        return f"{text} on the CPU"
-    gpus = format_count(topology.gpus_per_node, "GPU")
-    shared = " (shared)" if topology.shares_gpus else ""
-    return f"{text}; {gpus} a node{shared}, {topology.span} for each rank"

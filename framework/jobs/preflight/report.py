@@ -38,7 +38,9 @@ def assess(found: Mapping[str, Any], settings: PreflightConfig) -> dict[str, Any
         if limit is None or _is_allowed(key, value, limit):
             continue
         allowed = "at most" if key.startswith("max") else "at least"
-        measured = "unknown" if value is None else f"{value:,.4g} {unit}"
+        measured = "unknown"
+        if value is not None:
+            measured = f"{value:,.4g} {unit}"
         text = f"{where}: {measured}; preflight.{key} allows {limit:,.10g} {unit} {allowed}"
         failures.append(_failure(check, text, value=value, limit=limit))
 
@@ -61,7 +63,9 @@ def assess(found: Mapping[str, Any], settings: PreflightConfig) -> dict[str, Any
 def _is_allowed(key: str, value: float | None, limit: float) -> bool:
     if value is None:
         return False
-    return value <= limit if key.startswith("max") else value >= limit
+    if key.startswith("max"):
+        return value <= limit
+    return value >= limit
 
 
 def _failure(check: str, text: str, *, value: Any = None, limit: Any = None) -> dict[str, Any]:
@@ -133,8 +137,8 @@ def _slowest(found: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any] | N
     """
     if not found:
         return None
-    slowest = min(found, key=lambda each: each[key])
-    times = median(each[key] for each in found) / slowest[key]
+    slowest = min(found, key=lambda entry: entry[key])
+    times = median(entry[key] for entry in found) / slowest[key]
     return {**slowest, "times_slower": times, "stands_out": times >= STANDS_OUT}
 
 
@@ -180,7 +184,9 @@ def verdict(result: Mapping[str, Any]) -> str:
     took = f"in {result['took_s']:.1f} s"
     num_ranks = len(result["ranks"])
     if result["passed"]:
-        what = f"{num_ranks} ranks, every value right" if num_ranks > 1 else "1 rank"
+        what = "1 rank"
+        if num_ranks > 1:
+            what = f"{num_ranks} ranks, every value right"
         return f"Preflight passed {took}: {what}"
 
     failures = result["failures"]
@@ -215,17 +221,22 @@ def _ranks_table(ranks: Sequence[Mapping[str, Any]]) -> str:
     for rank in ranks:
         devices = [f"{device['device']} {device['name']}".strip() for device in rank["devices"]]
         speeds = [format_rate(device["flops_per_s"], "FLOP/s") for device in rank["matmul"]]
-        data_root = rank["data_root"]
+        clock = _NONE
+        if rank["node"] > 0:
+            clock = _clock(rank["clock"])
+        data_root = _NONE
+        if rank["data_root"] is not None:
+            data_root = rank["data_root"]["state"]
         rows.append(
             (
                 str(rank["rank"]),
                 f"{rank['node']} {rank['host']}",
                 ", ".join(devices),
                 ", ".join(speeds),
-                _clock(rank["clock"]) if rank["node"] > 0 else _NONE,
+                clock,
                 _size(rank["free_disk_bytes"]),
                 _size(rank["free_shm_bytes"]),
-                _NONE if data_root is None else data_root["state"],
+                data_root,
             )
         )
     return format_table(rows)

@@ -1,0 +1,152 @@
+"""What job=plan prints: the ranks, the facts of the plan, and the commands that start the run. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from framework.config.topology import Topology
+from framework.system.formatting import format_bytes, format_count, format_table
+
+_WIDTH = 100
+# Of more ranks, the first and the last ones are shown.
+_MAX_RANKS = 16
+_SIZES = ("memory", "traffic", "checkpoint")
+_SHOWN = (
+    "launcher",
+    "backend",
+    "strategy",
+    "shards",
+    "optimizer",
+    "batch",
+    "data",
+    "steps",
+    "model",
+    "memory",
+    "traffic",
+    "exchanges_every",
+    "checkpoint",
+    "run_dir",
+)
+
+
+def render(plan: Mapping[str, Any], topology: Topology) -> str:
+    """Return the page for what `make_plan` returned, under the same names."""
+    parts = [
+        f"Plan of {plan['recipe']}: {_arithmetic(topology)}",
+        rank_table(topology),
+        format_table(_facts(plan, topology), width=_WIDTH),
+    ]
+    if len(plan["groups"]) > 1:
+        parts.append(_group_table(plan["groups"]))
+    parts.append("\n".join(_start_lines(plan["commands"], topology)))
+    parts += [f"Note: {note}" for note in plan["notes"]]
+    return "\n\n".join(parts)
+
+
+def _facts(plan: Mapping[str, Any], topology: Topology) -> list[tuple[str, str]]:
+    """Return the rows of the page: a name and a text."""
+    facts = []
+    for key in _SHOWN:
+        format_number = format_bytes if key in _SIZES else "{:,.12g}".format
+        facts.append((key, _text(plan[key], format_number)))
+
+    memory_bytes = sum(size_bytes or 0 for size_bytes in plan["memory"].values())
+    facts.append(("on each rank", f"{format_bytes(memory_bytes)} of memory; activations besides"))
+
+    titles = {
+        "common": "environment",
+        "first_rank": "of rank 0",
+        "last_rank": f"of rank {topology.world_size - 1}",
+    }
+    for key, variables in plan["environment"].items():
+        if variables:
+            settings = [f"{name}={value}" for name, value in variables.items()]
+            facts.append((titles[key], " ".join(settings)))
+    return facts
+
+
+def _start_lines(commands: Mapping[str, Sequence[str]], topology: Topology) -> list[str]:
+    """Return the commands that start the run."""
+    title = "Start it with one of"
+    if topology.nnodes > 1:
+        title += f" (the first two on each node, whose number is NODE: 0 to {topology.nnodes - 1})"
+    lines = [title]
+    for words in commands.values():
+        lines.append(f"  {shlex.join(words)}")
+    return lines
+
+
+def _group_table(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return a row for each parameter group. What no pattern matches has no name."""
+    rows = [("group", "optimizer", "tensors", "parameters", "trained", "state")]
+    for group in groups:
+        state = "–"
+        if group["state"] is not None:
+            state = format_bytes(group["state"])
+        rows.append(
+            (
+                group["name"] or "(others)",
+                group["optimizer"],
+                f"{group['tensors']:,}",
+                f"{group['parameters']:,}",
+                f"{group['trainable']:,}",
+                state,
+            )
+        )
+    return format_table(rows)
+
+
+def _text(value: Any, format_number: Callable[[float], str]) -> str:
+    """Return a value of the plan as text. What is unknown, empty or zero is left out."""
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return " and ".join(value)
+    if not isinstance(value, Mapping):
+        return format_number(value)
+
+    entries = {name: entry for name, entry in value.items() if entry}
+    if entries.keys() == {"least", "most"}:
+        numbers = sorted(set(entries.values()))
+        return " or ".join(map(format_number, numbers))
+    texts = [f"{name} {_text(entry, format_number)}" for name, entry in entries.items()]
+    return ", ".join(texts) or "–"
+
+
+def rank_table(topology: Topology) -> str:
+    """Return a row for each rank with its place and its devices."""
+    rows = [("rank", "node", "local rank", "GPU" if topology.gpus_per_node else "device")]
+    ranks = range(topology.world_size)
+    if len(ranks) <= _MAX_RANKS:
+        rows += [_rank_row(rank, topology) for rank in ranks]
+    else:
+        half = _MAX_RANKS // 2
+        rows += [_rank_row(rank, topology) for rank in ranks[:half]]
+        rows.append(("…", "…", "…", "…"))
+        rows += [_rank_row(rank, topology) for rank in ranks[-half:]]
+    return format_table(rows)
+
+
+def _rank_row(rank: int, topology: Topology) -> tuple[str, str, str, str]:
+    node, local_rank = divmod(rank, topology.procs_per_node)
+    devices = topology.device_indices(local_rank)
+    names = ["CPU"] * topology.span
+    if devices:
+        names = [str(device) for device in devices]
+    return str(rank), str(node), str(local_rank), ", ".join(names)
+
+
+def _arithmetic(topology: Topology) -> str:
+    """Return how the number of ranks and of their devices comes about."""
+    nodes = format_count(topology.nnodes, "node")
+    processes = format_count(topology.procs_per_node, "process", "processes")
+    text = f"{nodes} × {processes} = {format_count(topology.world_size, 'rank')}"
+    if topology.gpus_per_node == 0:
+        return f"{text} on the CPU"
+    gpus = format_count(topology.gpus_per_node, "GPU")
+    shared = " (shared)" if topology.shares_gpus else ""
+    return f"{text}; {gpus} a node{shared}, {topology.span} for each rank"
