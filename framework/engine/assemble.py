@@ -10,7 +10,7 @@ from torch import nn
 
 from framework.config.schema import Config
 from framework.distributed.context import Context
-from framework.engine.build import build_model, build_task
+from framework.engine.builders.model import build_model, build_task
 from framework.engine.weights import load_model
 from framework.errors import FrameworkError, TargetError, describe_error, raised_at
 from framework.optim.precision import PrecisionPlugin

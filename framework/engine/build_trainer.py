@@ -16,8 +16,10 @@ from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.process_group import new_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
-from framework.engine import build
 from framework.engine.assemble import assemble
+from framework.engine.builders.observers import build_callbacks, build_loggers
+from framework.engine.builders.optimizer import build_optimizer
+from framework.engine.builders.schedule import build_schedule
 from framework.engine.data_checks import check_metrics
 from framework.engine.setup import RankSetup
 from framework.optim.param_groups import ParamGroups
@@ -82,19 +84,19 @@ def build_trainer(
     # Fused optimizers take no sparse gradients. With a scaler they skip an overflowing step themselves, and the trainer
     # wouldn't see it.
     may_fuse = not assembled.precision.scaler.is_enabled() and not _has_sparse_gradients(model)
-    optimizer = build.build_optimizer(param_groups, model, may_fuse=may_fuse, total_steps=total_steps)
+    optimizer = build_optimizer(param_groups, model, may_fuse=may_fuse, total_steps=total_steps)
 
+    # Only rank 0 logs.
+    logger_nodes = config.logger if context.is_main else {}
     state = TrainState(
         model=wrapped,
         task=task,
         strategy=strategy,
         precision=assembled.precision,
         optimizer=optimizer,
-        schedule=build.build_schedule(config.scheduler, optimizer, configs, length=schedule_length),
-        callbacks=build.build_callbacks(_callback_nodes(setup), context=context, run_dir=setup.run_dir),
-        loggers=build.build_loggers(
-            config.logger if context.is_main else {}, run_dir=setup.run_dir, progress=_progress_mode(setup)
-        ),
+        schedule=build_schedule(config.scheduler, optimizer, configs, length=schedule_length),
+        callbacks=build_callbacks(_callback_nodes(setup), context=context, run_dir=setup.run_dir),
+        loggers=build_loggers(logger_nodes, run_dir=setup.run_dir, progress=_progress_mode(setup)),
         train_loader=train_loader,
         stop=StopControl(setup.link, context=context),
         context=context,

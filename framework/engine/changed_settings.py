@@ -56,10 +56,14 @@ def change_optimizers(config: Config, saved: dict[str, Any], state: TrainState) 
             group_changes = _changes_of_group(optimizer, now.settings(label), before.settings(label))
             if group_changes:
                 changes[number] = group_changes
-            key = now.key if label == now.name else f"{now.key} ({label})"
+            key = now.key
+            if label != now.name:
+                key += f" ({label})"
             texts += [f"{key}.{name}={change.now}" for name, change in group_changes.items()]
         if changes:
-            schedule = state.schedule if isinstance(state.schedule, Schedule) else state.schedule.named[now.name]
+            schedule = state.schedule
+            if not isinstance(schedule, Schedule):
+                schedule = schedule.named[now.name]
             schedule.change_settings(optimizer, changes, key=now.key)
     if texts:
         logger.info("changed since the checkpoint: %s", ", ".join(texts))
@@ -70,7 +74,9 @@ def _changes_of_group(optimizer: Optimizer, now: Node, before: Node) -> dict[str
     parameters = inspect.signature(type(optimizer)).parameters
     changes = {}
     for name in {**before, **now}:
-        default = parameters[name].default if name in parameters else inspect.Parameter.empty
+        default = inspect.Parameter.empty
+        if name in parameters:
+            default = parameters[name].default
         change = Change(before.get(name, default), now.get(name, default))
         if change.before != change.now and inspect.Parameter.empty not in change:
             changes[name] = change
@@ -105,4 +111,6 @@ def _check_same_schedule(now: Node, before: Node) -> None:
 
 
 def _described(kind: str, node: Node) -> str:
-    return f"the {kind} {node['_target_']}" if node else f"no {kind}"
+    if not node:
+        return f"no {kind}"
+    return f"the {kind} {node['_target_']}"

@@ -53,7 +53,9 @@ def apply_overfit_batches(datasets: Datasets, settings: TrainerConfig, plan: Bat
 def train_size(datasets: Datasets, *, processes: int = 1) -> int:
     """Return the samples of an epoch. Raises DataError if there are none, or fewer than `processes`."""
     size = dataset_size(datasets.train, split="train", processes=processes)
-    return size if datasets.sampler is None else len(datasets.sampler)
+    if datasets.sampler is not None:
+        return len(datasets.sampler)
+    return size
 
 
 def first_samples(dataset: MapDataset, count: int) -> MapDataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from framework.data.batching import plan_batches
 from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, dataset_size, worker_count
 from framework.data.stream import StreamLoader
 from framework.data.stream_reader import StreamPlan
-from framework.engine import build
+from framework.engine.builders.data import build_data
 from framework.engine.data_checks import check_streams
 from framework.engine.limits import first_samples, train_size
 from framework.engine.setup import RankSetup, plan_steps, procs_on_cores
@@ -23,9 +24,9 @@ from framework.training.length import apply_limit, steps_per_epoch
 from framework.types import Collate, Datasets, DataShare, MapDataset
 
 
-def build_data(setup: RankSetup) -> tuple[Datasets, RankSetup]:
+def prepare_data(setup: RankSetup) -> tuple[Datasets, RankSetup]:
     """Return the datasets, checked, and the set-up with their batch sizes, if the configuration leaves these open."""
-    datasets = build.build_data(setup.config, setup.context)
+    datasets = build_data(setup.config, setup.context)
     check_streams(setup.config, datasets, setup.strategy)
     config = with_batch_sizes(setup.config, datasets)
     if config is not setup.config:
@@ -42,7 +43,9 @@ def with_batch_sizes(config: Config, datasets: Datasets) -> Config:
         data = replace(data, eval_batch_size=datasets.eval_batch_size)
     if data.drop_last is None and datasets.drop_last is not None:
         data = replace(data, drop_last=datasets.drop_last)
-    return config if data is config.data else replace(config, data=data)
+    if data is config.data:
+        return config
+    return replace(config, data=data)
 
 
 # The train part
@@ -73,8 +76,13 @@ def make_train_loader(setup: RankSetup, datasets: Datasets) -> MapLoader | Strea
 
 def _train_stream_loader(setup: RankSetup, dataset: IterableDataset[Any], collate_fn: Collate | None) -> StreamLoader:
     config = setup.config
+    limit = None
     steps = steps_per_epoch(config.trainer, setup.plan, size=None)
-    check_state = partial(check_plain, name="the train stream's state_dict()")
+    if steps is not None:
+        limit = steps * setup.plan.global_batch_size
+    check_state = None
+    if config.checkpoint.enabled:
+        check_state = partial(check_plain, name="the train stream's state_dict()")
     return StreamLoader(
         dataset,
         plan=StreamPlan(
@@ -83,14 +91,14 @@ def _train_stream_loader(setup: RankSetup, dataset: IterableDataset[Any], collat
             setup.data_share.rank,
             is_sharded=config.data.stream != "shared",
             seed=config.seed,
-            limit=None if steps is None else steps * setup.plan.global_batch_size,
+            limit=limit,
             in_worker=_stream_in_worker(setup),
             collate_fn=collate_fn,
         ),
         device=setup.context.device,
         exchange=setup.exchange,
         stops_first=config.data.stream == "stop",
-        check_state=check_state if config.checkpoint.enabled else None,
+        check_state=check_state,
     )
 
 
@@ -107,7 +115,9 @@ def make_eval_loaders(
     limit: int | float | None = getattr(setup.config.trainer, f"limit_{part}_batches")
     if limit == 0:
         return {}
-    sets = {"train": datasets.train} if part == "train" else datasets.sets(part)
+    sets = {"train": datasets.train}
+    if part != "train":
+        sets = datasets.sets(part)
     loaders = {}
     for name, dataset in sets.items():
         collate_fn = datasets.collate_fn_of(name)
@@ -125,7 +135,10 @@ def _eval_loader(
     strategy: Strategy | None,
 ) -> EvalLoader:
     context = setup.context
-    share = DataShare(context.rank, context.world_size) if strategy is None else setup.data_share
+    share = setup.data_share
+    if strategy is None:
+        # Each rank has the whole model.
+        share = DataShare(context.rank, context.world_size)
     batch_size = setup.config.data.evaluated_batch_size
     plan = plan_batches(batch_size=batch_size, global_batch_size=None, world_size=share.world_size, accumulate=1)
 
@@ -171,7 +184,7 @@ def _limited(dataset: MapDataset, name: str, limit: int | float | None, batch_si
     """Return the samples to evaluate, the same ones on any number of processes: counted in one process's batches."""
     if limit is None:
         return dataset
-    num_batches = -(-dataset_size(dataset, split=name) // batch_size)
+    num_batches = math.ceil(dataset_size(dataset, split=name) / batch_size)
     return first_samples(dataset, apply_limit(num_batches, limit) * batch_size)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
-from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from framework.config.saved import written_config
-from framework.distributed.sharded import layout_of, num_parameters
 from framework.engine.data_checks import streams_of
+from framework.engine.module_table import module_table
 from framework.engine.setup import RankSetup
 from framework.engine.state_bytes import StateSizes
 from framework.media import Text
@@ -50,90 +47,16 @@ def _say_where_it_continues(setup: RankSetup, trainer: Trainer, *, is_shown: boo
     """Show and log a restart with its cause; show where a resumed run continues."""
     progress = trainer.progress
     position = f"after step {progress.step:,}, in epoch {progress.epoch}"
-    if setup.attempt:
-        begins = f"resuming {position}" if progress.step else "starting from scratch"
+    if setup.attempt > 0:
+        begins = "starting from scratch"
+        if progress.step > 0:
+            begins = f"resuming {position}"
         text = f"Restart {setup.attempt}: {begins}\nCause: {_cause_of_restart(setup)}"
         show(text)
         trainer.logbook.log_values({"restart": Text(text)})
         trainer.logbook.log_values({"restart/attempt": float(setup.attempt)})
-    elif progress.step and is_shown:
+    elif progress.step > 0 and is_shown:
         show(f"Resuming {position}")
-
-
-# The model
-
-
-def module_table(model: nn.Module, *, rows: int) -> str:
-    """Return a table of the model's modules that have parameters, as deep as `rows` lines allow."""
-    modules = list(_modules(model, depth=1))
-    for depth in count(2):
-        deeper = list(_modules(model, depth=depth))
-        if len(deeper) == len(modules) or len(deeper) > rows:
-            break
-        modules = deeper
-    num_left_out = 0
-    if len(modules) > rows:
-        # One row says how many there are besides.
-        num_left_out = len(modules) - rows + 1
-        modules = modules[: rows - 1]
-
-    lines = [("model", "", "parameters", "trainable"), _whole_model(model).row]
-    lines += [module.row for module in modules]
-    if num_left_out:
-        lines.append((f"  … {num_left_out} more", "", "", ""))
-
-    # Not by rich, which takes 50 ms to load: training waits for this.
-    names, kinds, numbers, _ = (max(map(len, column)) for column in zip(*lines, strict=True))
-    padded = []
-    for name, kind, number, trainable in lines:
-        padded.append(f"  {name:<{names}}  {kind:<{kinds}}  {number:>{numbers}}  {trainable}".rstrip())
-    return "\n".join(padded)
-
-
-class _Module(NamedTuple):
-    name: str
-    kind: str
-    depth: int
-    num_parameters: int
-    num_trained: int
-
-    @property
-    def row(self) -> tuple[str, str, str, str]:
-        """The module's row of the table."""
-        trainable = f"{self.num_trained:,}" if self.num_trained else "none"
-        if self.num_trained == self.num_parameters:
-            trainable = "all"
-        return "  " * self.depth + self.name, self.kind, f"{self.num_parameters:,}", trainable
-
-
-def _whole_model(model: nn.Module) -> _Module:
-    num_frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    total = num_parameters(model)
-    kind = "" if layout_of(model) is None else "rank 0's part"
-    return _Module(type(model).__name__, kind, 0, total, total - num_frozen)
-
-
-def _modules(module: nn.Module, *, depth: int, level: int = 1, prefix: str = "") -> Iterator[_Module]:
-    """Yield the modules inside `module` down to a depth, parents first."""
-    for name, child in module.named_children():
-        number = sum(parameter.numel() for parameter in child.parameters())
-        if number:
-            yield _Module(f"{prefix}{name}", _kind(child), level, number, _num_trained(child))
-            if level < depth:
-                yield from _modules(child, depth=depth, level=level + 1, prefix=f"{prefix}{name}.")
-
-
-def _kind(module: nn.Module) -> str:
-    """Return the class's name; `4 × Block` for a container of several modules of one class."""
-    kinds = [type(child).__name__ for child in module.children()]
-    is_container = isinstance(module, (nn.ModuleList, nn.Sequential))
-    if is_container and len(kinds) > 1 and len(set(kinds)) == 1:
-        return f"{len(kinds)} × {kinds[0]}"
-    return type(module).__name__
-
-
-def _num_trained(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 # The facts below the table
@@ -147,7 +70,9 @@ def _facts(setup: RankSetup, trainer: Trainer, datasets: Datasets, sizes: StateS
 
 
 def _memory(setup: RankSetup, sizes: StateSizes) -> str:
-    optimizer = "unknown" if sizes.optimizer is None else format_bytes(sizes.optimizer)
+    optimizer = "unknown"
+    if sizes.optimizer is not None:
+        optimizer = format_bytes(sizes.optimizer)
     text = f"weights {format_bytes(sizes.weights)}, gradients {format_bytes(sizes.gradients)}, optimizer {optimizer}"
     if setup.context.world_size > 1:
         text = f"each process: {text}"
@@ -163,7 +88,9 @@ def _data(datasets: Datasets) -> str:
         size = "a stream" if name in streams else f"{len(dataset):,}"
         parts.append(f"{name} {size}")
     text = ", ".join(parts)
-    return text if streams else f"{text} samples"
+    if streams:
+        return text
+    return f"{text} samples"
 
 
 def _steps(setup: RankSetup, trainer: Trainer) -> str:
@@ -178,10 +105,14 @@ def _steps(setup: RankSetup, trainer: Trainer) -> str:
         batch += f" ({factors})"
 
     per_epoch = trainer.train_loader.steps_per_epoch
-    steps = "an unknown number of steps" if per_epoch is None else format_count(per_epoch, "step")
+    steps = "an unknown number of steps"
+    if per_epoch is not None:
+        steps = format_count(per_epoch, "step")
     text = f"{batch}, {steps} an epoch"
     total = total_steps(setup.config.trainer, steps_per_epoch=per_epoch, start=trainer.start_of_run())
-    return text if total is None else f"{text}, {total:,} in total"
+    if total is not None:
+        text += f", {total:,} in total"
+    return text
 
 
 def _processes(setup: RankSetup) -> str:
@@ -191,9 +122,10 @@ def _processes(setup: RankSetup) -> str:
     if context.device.type == "cuda":
         devices += f" ({torch.cuda.get_device_name(context.device)})"
     number = format_count(context.world_size, "process", "processes")
-    nodes = f" on {topology.nnodes} nodes" if topology.nnodes > 1 else ""
+    if topology.nnodes > 1:
+        number += f" on {topology.nnodes} nodes"
     strategy = type(setup.strategy).__name__
-    return f"{number}{nodes}, {devices}, {context.backend}, {strategy}, {setup.config.trainer.precision}"
+    return f"{number}, {devices}, {context.backend}, {strategy}, {setup.config.trainer.precision}"
 
 
 def _cause_of_restart(setup: RankSetup) -> str:

@@ -32,7 +32,9 @@ def write_results(setup: RankSetup, trainer: Trainer, *, test: dict[str, Any] | 
     if test is not None:
         final_metrics |= test["metrics"]
 
-    best = None if trainer.checkpoints is None else trainer.checkpoints.best
+    best = None
+    if trainer.checkpoints is not None:
+        best = trainer.checkpoints.best
     if best is not None:
         monitor = str(setup.config.checkpoint.monitor)
         results["score"] = best.metrics[monitor]

@@ -19,7 +19,7 @@ from framework.data.batching import BatchPlan, plan_batches
 from framework.distributed.collectives import SideChannel
 from framework.distributed.context import Context, make_context
 from framework.distributed.seed import set_deterministic
-from framework.engine import build
+from framework.engine.builders.strategy import build_strategy, check_callbacks_fit
 from framework.engine.limits import apply_fast_dev_run
 from framework.errors import ConfigError
 from framework.launch.base import launcher_class
@@ -116,8 +116,8 @@ def plan_training(config: Config, context: Context) -> tuple[Strategy, BatchPlan
     Raises FrameworkError for a wrong request.
     """
     check_targets(config)
-    strategy = build.build_strategy(config.strategy, context=context)
-    build.check_callbacks_fit(config.callbacks, strategy)
+    strategy = build_strategy(config.strategy, context=context)
+    check_callbacks_fit(config.callbacks, strategy)
     strategy.check_precision(config.trainer.precision)
     return strategy, plan_steps(config, context, strategy)
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from framework.config.optimizers import OptimizerConfig, optimizer_configs
 from framework.distributed.sharded import local_tensor, num_parameters
-from framework.engine.build import build_one_optimizer
+from framework.engine.builders.optimizer import build_one_optimizer
 from framework.engine.setup import RankSetup
 from framework.strategies.base import Strategy
 from framework.system.rank_log import logger
@@ -41,10 +41,10 @@ class StateSizes:
 def state_sizes(setup: RankSetup, trainer: Trainer) -> StateSizes:
     """Return the sizes; those of optimizer and checkpoint are estimates."""
     model = trainer.state.bare_model
-    optimizer = _optimizer_bytes_of(setup, trainer)
+    state_bytes = _optimizer_bytes_of(setup, trainer)
     checkpoint = checkpoint_bytes(
         model,
-        optimizer or 0,
+        state_bytes or 0,
         world_size=setup.context.world_size,
         averages=len(hooks(trainer.state.callbacks.values(), "evaluation_weights")),
         strategy=setup.strategy,
@@ -53,11 +53,14 @@ def state_sizes(setup: RankSetup, trainer: Trainer) -> StateSizes:
     num_here = max(sum(parameter.numel() for parameter in model.parameters()), 1)
     shards = [local_tensor(parameter) for parameter in model.parameters()]
     share = sum(shard.numel() for shard in shards) / num_here
+    state_bytes_here = None
+    if state_bytes is not None:
+        state_bytes_here = round(state_bytes * share)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return StateSizes(
         weights=tensor_bytes([*shards, *model.buffers()]),
         gradients=tensor_bytes(local_tensor(parameter) for parameter in trained),
-        optimizer=None if optimizer is None else round(optimizer * share),
+        optimizer=state_bytes_here,
         checkpoint=checkpoint * num_parameters(model) // num_here,
     )
 
@@ -91,8 +94,9 @@ def average_bytes(tensors: Iterable[Tensor]) -> int:
 
 def average_dtype(tensor: Tensor) -> torch.dtype:
     """Return the type that an average of the tensor has."""
-    is_narrow = tensor.is_floating_point() and tensor.itemsize < torch.float32.itemsize
-    return torch.float32 if is_narrow else tensor.dtype
+    if tensor.is_floating_point() and tensor.itemsize < torch.float32.itemsize:
+        return torch.float32
+    return tensor.dtype
 
 
 def optimizer_bytes(config: OptimizerConfig, parameters: Sequence[nn.Parameter], *, model: nn.Module) -> int:
@@ -129,7 +133,8 @@ def optimizer_state_bytes(make: Callable[[list[nn.Parameter]], Optimizer], param
         for value in optimizer.state[probe].values():
             if isinstance(value, Tensor):
                 is_as_large = value.numel() == probe.numel()
-                size += value.element_size() * (parameter.numel() if is_as_large else value.numel())
+                num_values = parameter.numel() if is_as_large else value.numel()
+                size += value.element_size() * num_values
     return size
 
 
@@ -156,7 +161,9 @@ def checkpoint_bytes(
     trained_bytes = tensor_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
     averages_bytes = averages * average_bytes(tensors.values())
 
-    num_replicas = world_size if strategy.replicas_differ else 1
+    num_replicas = 1
+    if strategy.replicas_differ:
+        num_replicas = world_size
     replica_bytes = optimizer_bytes + averages_bytes
     if averages or num_replicas > 1:
         # The weights that are trained, beside those to evaluate.

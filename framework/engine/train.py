@@ -19,9 +19,10 @@ from framework.distributed.process_group import process_group
 from framework.engine.build_trainer import build_trainer
 from framework.engine.data_checks import check_metrics, check_validation, streams_of
 from framework.engine.limits import apply_overfit_batches
-from framework.engine.loaders import build_data, make_eval_loaders, make_train_loader
+from framework.engine.loaders import make_eval_loaders, make_train_loader, prepare_data
 from framework.engine.overview import introduce
-from framework.engine.restore import own_checkpoint, restore
+from framework.engine.own_checkpoint import own_checkpoint
+from framework.engine.restore import restore
 from framework.engine.results import write_results
 from framework.engine.setup import RankSetup, setup_rank
 from framework.engine.state_bytes import state_sizes
@@ -50,7 +51,7 @@ def run_rank(
     with setup_rank(arguments, link) as setup:
         _show_status(setup, "Loading the data …")
         # The set-up changes too, if the data decides the batch sizes.
-        datasets, setup = build_data(setup)
+        datasets, setup = prepare_data(setup)
         datasets = apply_overfit_batches(datasets, setup.config.trainer, setup.plan)
         if datasets.val is None:
             # Refuse a configuration that monitors a metric: none will be computed.
@@ -85,7 +86,9 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | Strea
     val_loaders = make_eval_loaders(setup, datasets, part="val", strategy=setup.strategy)
     test_loaders = make_eval_loaders(setup, datasets, part="test", strategy=setup.strategy)
     checkpoint = own_checkpoint(setup)
-    progress = None if checkpoint.directory is None else load_progress(checkpoint.directory)
+    progress = None
+    if checkpoint.directory is not None:
+        progress = load_progress(checkpoint.directory)
     trainer = build_trainer(setup, train_loader, val_loaders, resumed=progress)
     try:
         restore(setup, trainer, checkpoint)
@@ -115,7 +118,9 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | Strea
         trainer.logbook.log_drawings()
         if setup.context.is_main:
             write_results(setup, trainer, test=test_results, seconds=seconds)
-        return EXIT_STOPPED if trainer.stop.on_request else None
+        if trainer.stop.on_request:
+            return EXIT_STOPPED
+        return None
     except BaseException as error:
         # Before anything is closed, see `MonitorLink.recording`.
         setup.link.record_failure(error)

@@ -20,7 +20,7 @@ from framework.distributed.collectives import gather_to_first
 from framework.distributed.process_group import process_group
 from framework.engine.assemble import Assembled
 from framework.engine.data_checks import streams_of
-from framework.engine.loaders import build_data, make_eval_loaders
+from framework.engine.loaders import make_eval_loaders, prepare_data
 from framework.engine.setup import RankSetup, setup_rank
 from framework.engine.work import joined, trained_model
 from framework.errors import ConfigError, DataError, TargetError
@@ -118,7 +118,7 @@ def _ready(
     setup: RankSetup, arguments: RankArguments, *, part: Part
 ) -> Iterator[tuple[Assembled, dict[str, EvalLoader]]]:
     """Yield the model with its weights, and this rank's loaders, inside the process group."""
-    datasets, setup = build_data(setup)
+    datasets, setup = prepare_data(setup)
     loaders = make_eval_loaders(setup, datasets, part=part)
     if not loaders:
         raise DataError(

@@ -147,21 +147,16 @@ if TYPE_CHECKING:
     from framework.distributed.store import SECRET, RunStore, UnverifiedError, listen
     from framework.engine import restore as restore_module
     from framework.engine import setup as setup_module
-    from framework.engine.build import (
-        build_callbacks,
-        build_datasets,
-        build_loggers,
-        build_model,
-        build_optimizer,
-        build_scheduler,
-        build_strategy,
-        build_task,
-        check_callbacks_fit,
-    )
+    from framework.engine.builders.data import build_datasets
+    from framework.engine.builders.model import build_model, build_task
+    from framework.engine.builders.observers import build_callbacks, build_loggers
+    from framework.engine.builders.optimizer import build_optimizer
+    from framework.engine.builders.schedule import build_scheduler
+    from framework.engine.builders.strategy import build_strategy, check_callbacks_fit
     from framework.engine.data_checks import check_streams
     from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches
-    from framework.engine.overview import module_table
-    from framework.engine.restore import own_checkpoint
+    from framework.engine.module_table import module_table
+    from framework.engine.own_checkpoint import own_checkpoint
     from framework.engine.restore import restore as restore_run
     from framework.engine.setup import procs_on_cores
     from framework.engine.state_bytes import checkpoint_bytes, optimizer_state_bytes, tensor_bytes
@@ -171,13 +166,14 @@ if TYPE_CHECKING:
     from framework.jobs.export.job import Export, output_path
     from framework.jobs.export.model_file import export as export_model
     from framework.jobs.parity import job as parity_job_module
-    from framework.jobs.parity.comparison import CAUSES, tensor_difference
-    from framework.jobs.parity.comparison import render as render_parity
+    from framework.jobs.parity.differences import tensor_difference
+    from framework.jobs.parity.page import CAUSES
+    from framework.jobs.parity.page import render as render_parity
     from framework.jobs.parity.recording import moments, move_weights, sketch, switch_off_dropout, tolerance
     from framework.jobs.plan import estimate as plan_estimate_module
     from framework.jobs.plan import job as plan_job_module
-    from framework.jobs.plan.job import rank_table
-    from framework.jobs.plan.job import render as render_plan
+    from framework.jobs.plan.page import rank_table
+    from framework.jobs.plan.page import render as render_plan
     from framework.jobs.prediction_file import Columns, columns_of, concatenated, write_predictions
     from framework.jobs.preflight.barriers import Barrier, clock_offsets, time_barriers
     from framework.jobs.preflight.links import link_rounds, measure_links

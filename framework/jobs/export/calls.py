@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from framework.data.batch_dataset import BatchDataset, BatchKey
 from framework.data.loader import dataset_size
 from framework.data.stream_reader import first_batch
-from framework.engine import build
+from framework.engine.builders.data import build_data
 from framework.errors import ConfigError
 from framework.jobs.export.source import Source
 from framework.types import Batch
@@ -50,7 +50,7 @@ def first_call(source: Source, *, num_samples: int) -> Call:
 
 def _first_batch(source: Source, *, num_samples: int) -> Batch:
     """Return the first samples of the last part; those of a small dataset are repeated."""
-    datasets = build.build_data(source.config, source.context)
+    datasets = build_data(source.config, source.context)
     part, dataset = list(datasets.parts.items())[-1]
     collate_fn = datasets.collate_fn_of(part)
     if isinstance(dataset, IterableDataset):

@@ -23,8 +23,11 @@ from framework.config.topology import Topology
 from framework.data.batching import BatchPlan
 from framework.data.loader import dataset_size
 from framework.distributed.context import Context
-from framework.engine import build
 from framework.engine.assemble import assemble
+from framework.engine.builders.data import build_data
+from framework.engine.builders.observers import build_callbacks
+from framework.engine.builders.optimizer import build_optimizer
+from framework.engine.builders.schedule import build_schedule
 from framework.engine.data_checks import check_metrics, check_streams, check_validation, streams_of
 from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches, train_size
 from framework.engine.loaders import with_batch_sizes
@@ -85,7 +88,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
         strategy.allow_unused_parameters()
     # Nothing is written to this directory.
     run_dir = RunDir(Path(config.path.outputs))
-    callbacks = build.build_callbacks(config.callbacks, context=context, run_dir=run_dir)
+    callbacks = build_callbacks(config.callbacks, context=context, run_dir=run_dir)
     requested_steps = _STAND_IN_STEPS
     if datasets is not None:
         requested_steps = _steps(requested, plan, datasets)["per_epoch"]
@@ -132,7 +135,7 @@ def _data(
     streams: list[str] = []
     source = "data"
     try:
-        datasets = build.build_data(config, context)
+        datasets = build_data(config, context)
     except (DataError, OSError) as error:
         if config.plan.train_samples is None:
             notes.append(
@@ -195,8 +198,8 @@ def _sizes(
     """
     configs = optimizer_configs(config.optimizer)
     param_groups = ParamGroups.of(model, configs)
-    optimizer = build.build_optimizer(param_groups, model, total_steps=total)
-    build.build_schedule(config.scheduler, optimizer, configs, length=schedule_length)
+    optimizer = build_optimizer(param_groups, model, total_steps=total)
+    build_schedule(config.scheduler, optimizer, configs, length=schedule_length)
     groups = _groups(param_groups, model, notes)
     state_bytes = None
     if all(group["state"] is not None for group in groups):

@@ -17,10 +17,10 @@ from framework.config.targets import takes
 from framework.data.loader import MapLoader
 from framework.distributed.collectives import barrier
 from framework.distributed.process_group import process_group
-from framework.engine import build
 from framework.engine.build_trainer import build_trainer
+from framework.engine.builders.observers import build_callbacks
 from framework.engine.data_checks import streams_of
-from framework.engine.loaders import build_data, make_train_loader
+from framework.engine.loaders import make_train_loader, prepare_data
 from framework.engine.setup import RankSetup, setup_rank
 from framework.engine.weights import load_initial_weights
 from framework.errors import ConfigError, DataError, RunError, describe_error
@@ -42,7 +42,7 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
     """
     with setup_rank(arguments, link) as setup, ExitStack() as stack:
         setup = replace(setup, config=_tuned_config(setup))
-        datasets, setup = build_data(setup)
+        datasets, setup = prepare_data(setup)
         if "train" in streams_of(datasets):
             raise DataError(
                 "job=tune repeats batches, which a stream (IterableDataset) can't.\n"
@@ -79,7 +79,7 @@ def _tune(setup: RankSetup, loader: MapLoader) -> None:
     }
     plan = setup.plan
     if config.tune.find_batch_size:
-        callbacks = build.build_callbacks(setup.requested.callbacks, context=setup.context, run_dir=setup.run_dir)
+        callbacks = build_callbacks(setup.requested.callbacks, context=setup.context, run_dir=setup.run_dir)
         averages = len(hooks(callbacks.values(), "evaluation_weights"))
         plan, tuned["batch_size"], tuned["overrides"] = find_batch_size(setup, loader, averages=averages)
         _write(setup, tuned)

@@ -1,12 +1,16 @@
-"""Refuse callbacks and loggers with methods that nothing would call: misspelt ones, and those of earlier versions."""
+"""Build callbacks and loggers, and refuse methods that nothing would call: misspelt ones, those of earlier versions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
 
+from framework.config.schema import Node, ProgressMode
 from framework.config.suggest import did_you_mean, nearest
+from framework.distributed.context import Context
+from framework.engine.builders.objects import build_object, described
 from framework.errors import TargetError
+from framework.system.run_dir import RunDir
 from framework.types import Callback, Logger, hooks
 
 # A name at least this similar to that of a hook is taken for a misspelt one: `flushh`, `load_statedict`.
@@ -26,26 +30,54 @@ _LOGGER_OF_EARLIER_VERSIONS = """
 """
 
 
-def check_callback(callback: object, *, key: str, target: str) -> None:
+def build_callbacks(nodes: Mapping[str, Node], *, context: Context, run_dir: RunDir) -> dict[str, Callback]:
+    """Return the callbacks by name, in the config's order. Raises TargetError for a misspelt hook.
+
+    Those that take `context` or `run_dir` get it.
+    """
+    callbacks: dict[str, Callback] = {}
+    for name, node in nodes.items():
+        key = f"callbacks.{name}"
+        callback = build_object(key, node, context=context, run_dir=run_dir)
+        _check_callback(callback, key=key, target=node["_target_"])
+        callbacks[name] = callback
+    return callbacks
+
+
+def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir, progress: ProgressMode = "auto") -> dict[str, Logger]:
+    """Return the loggers by name, in the config's order. Call it on rank 0 only: they open files.
+
+    Those that take `run_dir` or `progress` get it, unless the config sets it.
+    """
+    loggers: dict[str, Logger] = {}
+    for name, node in nodes.items():
+        key = f"logger.{name}"
+        logger = build_object(key, node, run_dir=run_dir, progress=progress)
+        _check_logger(logger, key=key, target=node["_target_"])
+        loggers[name] = logger
+    return loggers
+
+
+def _check_callback(callback: object, *, key: str, target: str) -> None:
     """Raise TargetError if the object has no hook, or one that is misspelt."""
     names = _methods_of(Callback)
     _refuse_misspelt(callback, names, own_methods=_own_methods(callback, Callback), key=key, target=target)
     observing = [name for name in names if name.startswith("on_") or name == "evaluation_weights"]
     if not any(hooks([callback], name) for name in observing):
         raise TargetError(
-            f"{key}: {target} returned {_described(callback)}. It must return a callback, with one of "
+            f"{key}: {target} returned {described(callback)}. It must return a callback, with one of "
             f"{', '.join(observing)}."
         )
 
 
-def check_logger(logger: object, *, key: str, target: str) -> None:
+def _check_logger(logger: object, *, key: str, target: str) -> None:
     """Raise TargetError if the object has no `log`, or a method that is misspelt."""
     if not hooks([logger], "log"):
         if callable(getattr(logger, "metrics", None)):
             name = type(logger).__name__
             raise TargetError(_LOGGER_OF_EARLIER_VERSIONS.format(key=key, target=target, name=name).strip())
         raise TargetError(
-            f"{key}: {target} returned {_described(logger)}. It must return a logger, with log(values, *, step, epoch)."
+            f"{key}: {target} returned {described(logger)}. It must return a logger, with log(values, *, step, epoch)."
         )
     if isinstance(logger, Logger):
         names = _methods_of(Logger)
@@ -76,10 +108,3 @@ def _own_methods(observer: object, base: type) -> set[str]:
         if issubclass(cls, base):
             methods.update(_methods_of(cls))
     return methods
-
-
-def _described(result: Any) -> str:
-    if result is None:
-        return "None"
-    kind = type(result)
-    return f"an object of type {kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,87 @@
+"""Build the model and the task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import device, nn
+
+from framework.config.schema import Node
+from framework.config.targets import takes, without_freeze
+from framework.distributed.context import Context
+from framework.engine.builders.objects import build_object, wrong_result
+from framework.errors import ConfigError, TopologyError
+from framework.optim.precision import task_modules
+from framework.strategies.parameters import chosen
+from framework.types import Task
+
+
+def build_model(node: Node, *, context: Context, num_stages: int | None = None) -> nn.Module:
+    """Return the model on its device. One that takes `devices` gets all of the context's and places itself.
+
+    Args:
+        num_stages: set by a strategy that cuts the model into stages. The model then stays on the CPU, and `devices` is
+            the CPU, repeated that many times.
+
+    Raises:
+        TopologyError: there are several devices, and the model takes none.
+    """
+    takes_devices = takes(node, "devices")
+    if len(context.devices) > 1 and not takes_devices:
+        raise TopologyError(
+            f"{node['_target_']} can't use {len(context.devices)} devices: it takes no keyword `devices`.\n"
+            "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1 topology.procs_per_node=auto, or a model "
+            "that takes it."
+        )
+    node, patterns = without_freeze(node)
+    devices = context.devices
+    if num_stages is not None:
+        devices = (_device_of_stages(context),) * num_stages
+    model = build_object("model", node, devices=devices)
+    if not isinstance(model, nn.Module):
+        raise wrong_result("model", node, model, expected="a torch.nn.Module")
+
+    if patterns:
+        for parameter in chosen(model, patterns, key="model.freeze"):
+            parameter.requires_grad_(False)
+    if takes_devices or num_stages is not None:
+        return model
+    return model.to(context.device)
+
+
+def _device_of_stages(context: Context) -> device:
+    """Return where a model is built that will be cut into stages: on the CPU, or without values for job=plan."""
+    if context.device.type == "meta":
+        return context.device
+    return device("cpu")
+
+
+def build_task(node: Node, **offered: Any) -> Task:
+    """Return the task, on the CPU.
+
+    Args:
+        offered: `model` (not wrapped yet), `config` and `context`, for a constructor that takes them.
+
+    Raises:
+        ConfigError: its parameters require gradients, and no optimizer gets them.
+    """
+    task = build_object("task", node, **offered)
+    names = ["training_step", "validation_step"]
+    if hasattr(task, "phases"):
+        # Each phase has a step of its own.
+        names = ["validation_step"]
+    missing = [name for name in names if not callable(getattr(task, name, None))]
+    if missing:
+        expected = f"an object with {', '.join(names)}; {missing[0]} is missing"
+        raise wrong_result("task", node, task, expected=expected)
+
+    for module in task_modules(task):
+        trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        if trained:
+            raise ConfigError(
+                f"task: {type(module).__name__} has parameters that require gradients ({', '.join(trained)}), and the "
+                "optimizer trains the model's parameters only.\nMove them to the model, or freeze them with "
+                "requires_grad_(False)."
+            )
+    checked: Task = task
+    return checked
