@@ -28,7 +28,9 @@ class Image:
         if 0 not in shape and (len(shape) == 2 or has_channels):
             return
 
-        given = f"pixels of shape {shape}" if shape else f"pixels that are a {type(self.pixels).__name__}"
+        given = f"pixels that are a {type(self.pixels).__name__}"
+        if shape:
+            given = f"pixels of shape {shape}"
         hint = ""
         if len(shape) == 3 and shape[2] in (1, 3, 4):
             hint = " Put the channels first: permute(2, 0, 1)."
@@ -84,7 +86,10 @@ class Table:
                     f"framework.Table got {len(self.columns)} columns ({', '.join(self.columns)}), and row {number} "
                     f"has {len(row)} values. Give one for each column."
                 )
-        object.__setattr__(self, "rows", [[_plain_cell(value) for value in row] for row in self.rows])
+        rows = []
+        for row in self.rows:
+            rows.append([_plain_cell(value) for value in row])
+        object.__setattr__(self, "rows", rows)
 
     def markdown(self) -> str:
         """Return the table in Markdown, a line for each row."""
@@ -140,4 +145,10 @@ def is_media(value: object) -> bool:
 
 def markdown_texts(texts: Mapping[str, Table | Text]) -> dict[str, str]:
     """Return tables and texts as strings in Markdown, as `run.json` keeps them."""
-    return {name: value.markdown() if isinstance(value, Table) else value.text for name, value in texts.items()}
+    written = {}
+    for name, value in texts.items():
+        if isinstance(value, Table):
+            written[name] = value.markdown()
+        else:
+            written[name] = value.text
+    return written

@@ -8,7 +8,7 @@ rank 0's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from framework.checkpoint.replicas import gather_replicas
@@ -16,11 +16,11 @@ from framework.distributed.context import Context
 from framework.errors import CheckpointError, RunError
 from framework.training.content_hash import hash_of
 
+# The key in `training`: a list of the states by name, of rank 1, 2, …; rank 0's is where every checkpoint has it.
 RANK_STATES = "rank_states"
-"""The key in `training`: a list of the states by name, of rank 1, 2, …; rank 0's is where every checkpoint has it."""
 
+# The object's name → an entry of its state → a hash of its value.
 Fingerprints = Mapping[str, Mapping[str, str]]
-"""The object's name → an entry of its state → a hash of its value."""
 
 
 class WeightHashes(NamedTuple):
@@ -40,21 +40,21 @@ def check_weights_are_equal(of_ranks: Sequence[WeightHashes], *, step: int) -> N
             parts[weights.part][rank] = weights.hashes
 
     for by_rank in parts.values():
-        names = list(next(iter(by_rank.values())))
-        unequal = [name for name in names if len({hashes[name] for hashes in by_rank.values()}) > 1]
-        if unequal:
-            first = unequal[0]
-            groups = _groups({rank: hashes[first] for rank, hashes in by_rank.items()})
-            more = ""
-            if len(unequal) > 1:
-                more = f" and of {len(unequal) - 1} of the other {len(names) - 1} parameters"
-            raise RunError(
-                f"Replicas have drifted apart: after step {step} the ranks have different values of {first} "
-                f"(ranks {groups}){more}. This checkpoint isn't saved.\n"
-                "Something changes weights on some ranks only: a callback, hook or forward that writes to them (as "
-                "nn.Embedding(max_norm=...) does), an optimizer that draws random numbers, processors of different "
-                "kinds, or defective hardware. Fix the cause, then resume from an earlier checkpoint."
-            )
+        names = next(iter(by_rank.values())).keys()
+        unequal = _unequal(names, list(by_rank.values()))
+        if not unequal:
+            continue
+        groups = _groups(unequal[0], by_rank)
+        more = ""
+        if len(unequal) > 1:
+            more = f" and of {len(unequal) - 1} of the other {len(names) - 1} parameters"
+        raise RunError(
+            f"Replicas have drifted apart: after step {step} the ranks have different values of {unequal[0]} "
+            f"(ranks {groups}){more}. This checkpoint isn't saved.\n"
+            "Something changes weights on some ranks only: a callback, hook or forward that writes to them (as "
+            "nn.Embedding(max_norm=...) does), an optimizer that draws random numbers, processors of different "
+            "kinds, or defective hardware. Fix the cause, then resume from an earlier checkpoint."
+        )
 
 
 def fingerprints(objects: Mapping[str, Any], states: Mapping[str, Any], *, replicas_differ: bool) -> Fingerprints:
@@ -67,7 +67,9 @@ def fingerprints(objects: Mapping[str, Any], states: Mapping[str, Any], *, repli
         is_per_rank = getattr(objects[name], "state_is_per_rank", False)
         is_rank_zero = getattr(objects[name], "state_is_rank_zero", False)
         if is_per_rank or not (is_rank_zero or replicas_differ):
-            entries = state if isinstance(state, Mapping) else {"": state}
+            entries: Mapping[Any, Any] = {"": state}
+            if isinstance(state, Mapping):
+                entries = state
             compared[name] = {str(key): hash_of(value) for key, value in entries.items()}
     return compared
 
@@ -111,13 +113,17 @@ def own_state(name: str, state: Any, training: Mapping[str, Any], context: Conte
         return state
     ranks = 1 + len(others)
     if ranks != context.world_size:
-        remedy = "" if name == "task" else f"\nLeave it out with ~{name}, and it is lost; or resume as before."
+        remedy = ""
+        if name != "task":
+            remedy = f"\nLeave it out with ~{name}, and it is lost; or resume as before."
         raise CheckpointError(
             f"The checkpoint has the state of {name} of {ranks} processes, each its own (state_is_per_rank), and this "
             f"run has {context.world_size}.\nResume on {ranks} processes, or start a new run from these weights with "
             f"init_from.{remedy}"
         )
-    return state if context.is_main else others[context.rank - 1][name]
+    if context.is_main:
+        return state
+    return others[context.rank - 1][name]
 
 
 def _difference(name: str, of_ranks: Sequence[Mapping[str, str]], *, step: int) -> RunError:
@@ -125,8 +131,8 @@ def _difference(name: str, of_ranks: Sequence[Mapping[str, str]], *, step: int) 
     keys: set[str] = set()
     for hashes in of_ranks:
         keys |= hashes.keys()
-    unequal = [key for key in sorted(keys) if len({hashes.get(key) for hashes in of_ranks}) > 1]
-    groups = _groups({rank: hashes.get(unequal[0]) for rank, hashes in enumerate(of_ranks)})
+    unequal = _unequal(sorted(keys), of_ranks)
+    groups = _groups(unequal[0], dict(enumerate(of_ranks)))
     # A state that isn't a dict is one entry without a name.
     named = ", ".join(key for key in unequal if key) or "it"
     return RunError(
@@ -138,9 +144,19 @@ def _difference(name: str, of_ranks: Sequence[Mapping[str, str]], *, step: int) 
     )
 
 
-def _groups(hashes: Mapping[int, object]) -> str:
-    """Return the ranks by what they have, such as `0, 2 | 1`. hashes: by rank."""
-    groups: defaultdict[object, list[str]] = defaultdict(list)
-    for rank, value in hashes.items():
-        groups[value].append(str(rank))
-    return " | ".join(", ".join(ranks) for ranks in groups.values())
+def _unequal(names: Iterable[str], of_ranks: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return the names of which ranks have different values. A rank may have none."""
+    unequal = []
+    for name in names:
+        values = {hashes.get(name) for hashes in of_ranks}
+        if len(values) > 1:
+            unequal.append(name)
+    return unequal
+
+
+def _groups(name: str, by_rank: Mapping[int, Mapping[str, object]]) -> str:
+    """Return the ranks by their value of `name`, such as `0, 2 | 1`."""
+    ranks_by_value: defaultdict[object, list[str]] = defaultdict(list)
+    for rank, hashes in by_rank.items():
+        ranks_by_value[hashes.get(name)].append(str(rank))
+    return " | ".join(", ".join(ranks) for ranks in ranks_by_value.values())
