@@ -267,7 +267,9 @@ class MapLoader:
         """
         if limit is None:
             limit = self._limit
-        dataset_epoch = epoch if self.dataset_epoch is None else self.dataset_epoch
+        dataset_epoch = epoch
+        if self.dataset_epoch is not None:
+            dataset_epoch = self.dataset_epoch
         self._source.set_epoch(dataset_epoch)
         self._sampler_listeners.set_epoch(dataset_epoch)
 
@@ -428,8 +430,10 @@ def _class_name(dataset: Any) -> str:
     name = type(dataset).__name__
     if isinstance(dataset, Subset):
         return f"{name} of {_class_name(dataset.dataset)}"
-    names = dict.fromkeys(_class_name(part) for part in getattr(dataset, "datasets", []))
-    return f"{name} of {' and '.join(names)}" if names else name
+    parts = dict.fromkeys(_class_name(part) for part in getattr(dataset, "datasets", []))
+    if parts:
+        return f"{name} of {' and '.join(parts)}"
+    return name
 
 
 def dataset_size(dataset: MapDataset, *, split: str, processes: int = 1) -> int:

@@ -68,17 +68,25 @@ def check_samples(
     for index, one, other in zip(indices, first.samples, second.samples, strict=True):
         path = differing_path(one, other)
         if path is not None:
-            return CheckedSamples(f"sample {index}, at {path}," if path else f"sample {index}")
-    sketch = None if first.draws else sketch_samples(first.samples)
+            return CheckedSamples(_at(f"sample {index}", path))
+    sketch = None
+    if not first.draws:
+        sketch = sketch_samples(first.samples)
 
     collate_error = first.collate_error or second.collate_error
     if collate_error is not None:
         return CheckedSamples(sketch=sketch, collate_error=collate_error)
     path = differing_path(first.batch, second.batch)
     if path is not None:
-        batch = "the batch that its collate function makes"
-        return CheckedSamples(f"{batch}, at {path}," if path else f"{batch},")
+        return CheckedSamples(_at("the batch that its collate function makes", path))
     return CheckedSamples(sketch=sketch)
+
+
+def _at(what: str, path: str) -> str:
+    """Return what differs, with the path inside it if it has one."""
+    if not path:
+        return what
+    return f"{what}, at {path},"
 
 
 class _Loaded(NamedTuple):

@@ -7,6 +7,7 @@ dataset, which is filled in if YAML names the sampler.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -74,7 +75,9 @@ class WeightedRandomSampler:
             weights = column(dataset, weights, key="weights")
         self._weights = torch.as_tensor(weights, dtype=torch.float64)
         if self._weights.shape != (size,):
-            given = f"of shape {tuple(self._weights.shape)}" if self._weights.ndim != 1 else len(self._weights)
+            given = str(len(self._weights))
+            if self._weights.ndim != 1:
+                given = f"of shape {tuple(self._weights.shape)}"
             raise ConfigError(f"WeightedRandomSampler: {given} weights for {size} samples. Give one for each sample.")
         is_valid = bool(torch.isfinite(self._weights).all()) and bool((self._weights >= 0).all())
         drawable = int((self._weights > 0).sum())
@@ -86,7 +89,9 @@ class WeightedRandomSampler:
         self._num_samples = num_samples
         self._replacement = replacement
         if self._num_samples < 1 or (not replacement and self._num_samples > drawable):
-            most = "" if replacement else f" and, without replacement, at most {drawable}, the weights above 0"
+            most = ""
+            if not replacement:
+                most = f" and, without replacement, at most {drawable}, the weights above 0"
             raise ConfigError(f"WeightedRandomSampler: num_samples={self._num_samples} must be at least 1{most}.")
 
     def __len__(self) -> int:
@@ -209,7 +214,7 @@ class MixtureSampler:
         for number, size in enumerate(self._sizes):
             places = (which == number).nonzero().flatten()
             if len(places):
-                num_rounds = -(-len(places) // size)
+                num_rounds = math.ceil(len(places) / size)
                 rounds = [torch.randperm(size, generator=generator) for _ in range(num_rounds)]
                 order[places] = begin + torch.cat(rounds)[: len(places)]
             begin += size
@@ -231,7 +236,9 @@ def column(dataset: Any, name: str | int, *, key: str) -> Any:
         samples = as_tensor_samples(dataset)
         if samples is not None and -len(samples.tensors) <= name < len(samples.tensors):
             tensor = samples.tensors[name]
-            return tensor if samples.rows is None else tensor[samples.rows]
+            if samples.rows is None:
+                return tensor
+            return tensor[samples.rows]
     if isinstance(name, str) and hasattr(dataset, name):
         return getattr(dataset, name)
 
@@ -241,7 +248,9 @@ def column(dataset: Any, name: str | int, *, key: str) -> Any:
         return dataset[name][:]
     names = [text for text in getattr(dataset, "__dict__", {}) if not text.startswith("_")]
     names += columns
-    has = f"; it has {','.join(names)}" if names else ""
+    has = ""
+    if names:
+        has = f"; it has {','.join(names)}"
     raise ConfigError(
         f"data.sampler.{key}={name}: {type(dataset).__name__} has no such attribute or column{has}. Give the values "
         "themselves, or another name."

@@ -97,7 +97,9 @@ class StreamLoader:
         self._stops_first = stops_first
         self._check_state = check_state
         self._device = device
-        self._side_stream = SideStream(device) if pins_memory(device) else None
+        self._side_stream: SideStream | None = None
+        if pins_memory(device):
+            self._side_stream = SideStream(device)
         self._waiting: Waiting | None = None
         # The last batch that was read, to stand in.
         self._batch: Batch | None = None
@@ -177,15 +179,17 @@ class StreamLoader:
         """Return the position of this rank after the window that was yielded last; see `load_state_dict`."""
         plan = self._plan
         position = self._position
+        state = None
         # Of ranks that read the same, the first keeps the state.
-        keeps_state = not position.has_ended and (plan.is_sharded or plan.rank == 0)
+        if not position.has_ended and (plan.is_sharded or plan.rank == 0):
+            state = position.state
         return {
             "shards": self._shards,
             "stops_first": self._stops_first,
             "shard": plan.source,
             "samples": position.samples,
             "has_ended": position.has_ended,
-            "state": position.state if keeps_state else None,
+            "state": state,
         }
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, samples: int) -> None:
@@ -205,12 +209,12 @@ class StreamLoader:
                 "Resume with the same number of processes and data.stream, or from a checkpoint of an epoch's end."
             )
         own = next(state for state in states if state["shard"] == self._plan.source)
-        self._resumed = StreamPosition(
-            epoch=0,
-            samples=own["samples"] if self._plan.is_sharded else samples,
-            state=own["state"] if self._loads_state else None,
-            has_ended=bool(own["has_ended"]),
-        )
+        resumed = StreamPosition(epoch=0, samples=samples, has_ended=bool(own["has_ended"]))
+        if self._plan.is_sharded:
+            resumed = resumed._replace(samples=own["samples"])
+        if self._loads_state:
+            resumed = resumed._replace(state=own["state"])
+        self._resumed = resumed
 
     @property
     def identity(self) -> DataIdentity:
@@ -228,15 +232,20 @@ class StreamLoader:
 
     @property
     def _shards(self) -> int | None:
-        return self._plan.batches.world_size if self._plan.is_sharded else None
+        """How many shards the stream is read in; None if every rank reads all of it."""
+        if not self._plan.is_sharded:
+            return None
+        return self._plan.batches.world_size
 
     def _begin(self, read: Iterator[WindowSamples]) -> tuple[WindowSamples | None, Callable[[], Table]]:
         """Read what this rank has for a window, and start to send a summary of it to the others."""
+        size = 0
+        digest = Digest(0.0, 0.0)
         samples = next(read, None)
         if samples is not None:
             self._batch = samples.micro_batches[0].batch
-        size = 0 if samples is None else samples.size
-        digest = Digest(0.0, 0.0) if samples is None else samples.digest
+            size = samples.size
+            digest = samples.digest
         summary = _RankSummary(self._plan.source, size, self._batch is not None, digest.checksum, digest.float_sum)
         return samples, self._exchange.gather(summary)
 

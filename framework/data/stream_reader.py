@@ -60,7 +60,9 @@ class StreamPlan:
     @property
     def source(self) -> int:
         """Which stream this rank reads: ranks of the same source read the same samples."""
-        return self.rank if self.is_sharded else 0
+        if self.is_sharded:
+            return self.rank
+        return 0
 
     def own_samples(self, samples: int) -> int:
         """Return how many of the first `samples` over all ranks this one reads."""
@@ -139,11 +141,10 @@ class StreamReader(Dataset["WindowSamples | None"]):
         self._begin_at(start)
         plan = self._plan
         window_size = plan.own_samples(plan.batches.global_batch_size)
-        limit = None if plan.limit is None else plan.own_samples(plan.limit)
         while True:
             number = window_size
-            if limit is not None:
-                number = min(window_size, limit - self._position)
+            if plan.limit is not None:
+                number = min(window_size, plan.own_samples(plan.limit) - self._position)
             begin = self._position
             samples = self._take(number)
             if not samples:

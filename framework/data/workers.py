@@ -23,8 +23,8 @@ from framework.data.fetch import describe, user_error
 from framework.data.prefetch import pinned
 from framework.errors import FrameworkError, RunError
 
+# To wait for the exit of a worker that has closed its connection.
 _EXIT_S = 1.0
-"""To wait for the exit of a worker that has closed its connection."""
 _START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 
 
@@ -37,10 +37,12 @@ class ItemLoader:
 
     def __init__(self, dataset: Dataset[Any], *, name: str, num_workers: int, pin_memory: bool = False) -> None:
         has_workers = num_workers > 0
+        if has_workers:
+            dataset = _InWorker(dataset, name)
         self._keys = _Keys()
         self._name = name
         self._loader: DataLoader[Any] | None = DataLoader(
-            _InWorker(dataset, name) if has_workers else dataset,
+            dataset,
             sampler=self._keys,
             batch_size=None,
             collate_fn=_unchanged,
@@ -65,7 +67,9 @@ class ItemLoader:
             raise RuntimeError("This loader was closed.")
         self._keys.keys = keys
         for item in self._loader:
-            yield self._unpacked(item) if isinstance(item, _FromWorker) else item
+            if isinstance(item, _FromWorker):
+                item = self._unpacked(item)
+            yield item
 
     def close(self) -> None:
         """End the worker processes; may be called again."""
