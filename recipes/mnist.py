@@ -103,7 +103,8 @@ def read_mnist(root: str, mirrors: Sequence[str] | None = None) -> list[Tensor]:
 
 def packed_files(raw: Path) -> dict[Path, str]:
     """Return the paths of the four files as they are downloaded, each with its MD5."""
-    from torchvision import datasets  # here, because importing it takes a second
+    # Here, because importing it takes a second.
+    from torchvision import datasets
 
     return {raw / name: md5 for name, md5 in datasets.MNIST.resources}
 

@@ -191,8 +191,10 @@ def _not_made(value: Any, section: str) -> Any:
     name = type(value).__name__
     # torch.optim.SGD is in torch.optim.sgd.
     place = type(value).__module__.removesuffix(f".{name.lower()}")
+    arguments = "..."
     groups = getattr(value, "param_groups", None)
-    arguments = f"lr={groups[0]['lr']}" if groups else "..."
+    if groups:
+        arguments = f"lr={groups[0]['lr']}"
     raise ConfigError(
         f"{section}: this {name} was made for your copy of the model. Pass what makes one: "
         f"partial({place}.{name}, {arguments})"
@@ -235,7 +237,9 @@ def _name_of(part: Any) -> str:
     name = getattr(made, "__name__", type(made).__name__)
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
     # `<lambda>` is no identifier.
-    return words if words.isidentifier() else "function"
+    if not words.isidentifier():
+        return "function"
+    return words
 
 
 def _data(nodes: Nodes, value: Any) -> Iterator[str]:

@@ -167,7 +167,9 @@ class Run:
         nodes = Nodes()
         if data is not None:
             has_parts = isinstance(data, (tuple, list, dict)) or is_maker(data) or hasattr(data, "parts")
-            sections = {"data": data if has_parts else _as_test(data), **sections}
+            if not has_parts:
+                data = _as_test(data)
+            sections = {"data": data, **sections}
         checkpoint = self._run_dir.checkpoints / self._weights()
         typed = [
             f"job={job}",

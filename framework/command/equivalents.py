@@ -35,8 +35,10 @@ def commands(request: Request, topology: Topology, *, own_keys: Sequence[str]) -
     torchrun = ["torchrun", "--standalone", f"--nproc-per-node={procs}"]
     srun = ["srun", f"--nodes={topology.nnodes}", f"--ntasks-per-node={procs}"]
     if topology.nnodes > 1:
-        # Unquoted, Hydra would take an IPv6 address for a list.
-        quoted = f"'{endpoint}'" if "[" in endpoint else endpoint
+        quoted = endpoint
+        if "[" in endpoint:
+            # Unquoted, Hydra would take an IPv6 address for a list.
+            quoted = f"'{endpoint}'"
         framework += ["topology.node_rank=NODE", f"topology.rdzv_endpoint={quoted}"]
         torchrun[1:2] = [f"--nnodes={topology.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     if config.launcher.max_restarts:

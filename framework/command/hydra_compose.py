@@ -34,8 +34,8 @@ from framework.config.parse import flatten, raise_mistakes, read_text
 from framework.config.saved import key_of
 from framework.errors import ConfigError
 
+# The override that makes a command a sweep, as -m does.
 MULTIRUN = "hydra.mode=MULTIRUN"
-"""The override that makes a command a sweep, as -m does."""
 
 _HYDRA = threading.Lock()
 
@@ -56,7 +56,9 @@ def hydra_for(config_path: str | None) -> Iterator[None]:
     The global state of a program that is a Hydra application itself is restored.
     """
     Plugins.instance().register(UserConfigFirst)
-    folder = config_dir() if config_path is None else Path(config_path).absolute()
+    folder = config_dir()
+    if config_path is not None:
+        folder = Path(config_path).absolute()
     with _HYDRA:
         hydra = GlobalHydra.instance().hydra
         config = HydraConfig.instance().cfg

@@ -98,7 +98,10 @@ class Job:
         facts = [("run", path), ("logs", f"{path}/logs")]
         if self.needs_weights:
             facts.insert(0, ("checkpoint", display_path(Path(str(config.checkpoint.path)))))
-        lines = ["", results, format_facts(facts)] if results else ["", format_facts(facts)]
+        lines = [""]
+        if results:
+            lines.append(results)
+        lines.append(format_facts(facts))
         return "\n".join(lines)
 
     # In each rank

@@ -21,7 +21,9 @@ from framework.system.run_dir import RunDir, read_object
 def start_message(title: str, recipe: str, topology: Topology, run_dir: RunDir) -> str:
     """Return two lines: what starts where, and its directory."""
     processes = format_count(topology.world_size, "process", "processes")
-    devices = format_count(topology.gpus_per_node, "GPU") if topology.gpus_per_node else "CPU"
+    devices = "CPU"
+    if topology.gpus_per_node > 0:
+        devices = format_count(topology.gpus_per_node, "GPU")
     return f"{title} {recipe}: {processes}, {devices}\n{display_path(run_dir.path)}"
 
 
@@ -122,7 +124,8 @@ def _metrics_by_step(results: Mapping[str, Any]) -> list[str]:
         return []
 
     header = [""]
-    names: dict[str, None] = {}  # in their order, each once
+    # Each once, in their order.
+    names: dict[str, None] = {}
     for step, step_metrics in metrics.items():
         header.append(f"{' and '.join(labels[step])} (step {step:,})".lstrip())
         names |= dict.fromkeys(step_metrics)
@@ -134,4 +137,6 @@ def _metrics_by_step(results: Mapping[str, Any]) -> list[str]:
 
 
 def _metric_cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
+    if value is None:
+        return "–"
+    return f"{value:.4f}"

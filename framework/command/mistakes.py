@@ -213,10 +213,16 @@ def _no_such_option(name: str, group: str, options: Sequence[str]) -> str:
 def _options(override: Override) -> list[str]:
     """Return the options of a group that an override chooses."""
     if override.is_sweep_override():
-        return list(override.sweep_string_iterator()) if override.is_choice_sweep() else []
+        # Those of a range or an interval aren't names.
+        if not override.is_choice_sweep():
+            return []
+        return list(override.sweep_string_iterator())
     value = override.value()
-    names = value if isinstance(value, list) else [value]
-    return ["" if name is None else str(name) for name in names]
+    names = []
+    for name in value if isinstance(value, list) else [value]:
+        # `GROUP=` has the value None.
+        names.append("" if name is None else str(name))
+    return names
 
 
 def _key_mistakes(
@@ -275,7 +281,9 @@ def _shortened(error: BaseException, *, loader: Any) -> str:
         return f"There is no {name}.yaml, which a file refers to.{hint}\n    Options: {', '.join(options)}"
     reason = _first_line(error)
     if isinstance(error, OmegaConfBaseException):
-        return f"{error.full_key}: {reason}" if error.full_key else reason
+        if not error.full_key:
+            return reason
+        return f"{error.full_key}: {reason}"
     primary = re.match(r"Cannot find primary config '(\S+)'", reason)
     if primary is not None and loader.repository.config_exists(f"recipe/{primary[1]}"):
         return f"{primary[1]} is a recipe. Type recipe={primary[1]} in place of --config-name."

@@ -33,7 +33,8 @@ from framework.system.run_dir import (
 from framework.system.shown_text import shown
 
 _STATUS = {0: "finished", EXIT_STOPPED: "stopped"}
-_RECORDS = ("*.json", "*.yaml")  # in the run directory itself
+# In the run directory itself.
+_RECORDS = ("*.json", "*.yaml")
 
 
 def run_ranks(
@@ -238,4 +239,6 @@ def _run_dir(request: Request, *, trains: bool) -> AbstractContextManager[RunDir
     if request.sub_run is not None:
         return new_run_dir(request.sub_run.parent, name=request.sub_run.name)
     parent = request.parent_run or Path(config.path.outputs, config.recipe)
-    return new_run_dir(parent if trains else parent / config.job)
+    if not trains:
+        parent /= config.job
+    return new_run_dir(parent)

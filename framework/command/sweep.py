@@ -232,7 +232,9 @@ class Sweep:
             how = f"FAILED ({result.status})"
             where = _log_of(run_dir)
             self._failed.append(number)
-        score = "–" if result.score is None else f"{result.score:.4f}"
+        score = "–"
+        if result.score is not None:
+            score = f"{result.score:.4f}"
         self._ended.append(request)
         self._rows.append((number, how, score, seconds))
         print("  ".join([f"[{number}] {label}", how, score, f"{seconds} s", where]).rstrip(), flush=True)
@@ -245,7 +247,9 @@ class Sweep:
         if not self._ended:
             return EXIT_RUN_FAILED
         monitors = {request.config.checkpoint.monitor or "" for request in self._ended}
-        score_title = f"best {monitors.pop()}".rstrip() if len(monitors) == 1 else "best"
+        score_title = "best"
+        if len(monitors) == 1:
+            score_title = f"best {monitors.pop()}".rstrip()
         rows: list[tuple[str, ...]] = [("job", "overrides", "status", score_title, "s")]
         labels = distinguishing([request.overrides for request in self._ended])
         for (number, *cells), label in zip(self._rows, labels, strict=True):

@@ -58,24 +58,23 @@ def check_trust(found: SavedRun, *, outputs: Sequence[Path], asked_by: str) -> N
     reason = why_foreign(found, outputs=outputs)
     if reason is None:
         return
-    lines = list(_what_runs_code(found))
-    hidden = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    raise ConfigError(
-        "\n".join(
-            [
-                f"{display_path(found.run_dir.path)} isn't known to be yours: {reason}.",
-                f"{found.key} would run code that it names or brings along, with your rights:",
-                *lines[:_SHOWN],
-                *hidden,
-                f"If you trust all who could have written to it, {asked_by}.",
-            ]
-        )
-    )
+    code = list(_what_runs_code(found))
+    lines = [
+        f"{display_path(found.run_dir.path)} isn't known to be yours: {reason}.",
+        f"{found.key} would run code that it names or brings along, with your rights:",
+        *code[:_SHOWN],
+    ]
+    if len(code) > _SHOWN:
+        lines.append(f"  and {len(code) - _SHOWN} more")
+    lines.append(f"If you trust all who could have written to it, {asked_by}.")
+    raise ConfigError("\n".join(lines))
 
 
 def why_foreign(found: SavedRun, *, outputs: Sequence[Path]) -> str | None:
     """Return why a run isn't the user's own; None if it is."""
-    places = [found.run_dir.path] if is_run(found.run_dir.path) else []
+    places = []
+    if is_run(found.run_dir.path):
+        places.append(found.run_dir.path)
     if found.checkpoint is not None:
         places.append(found.checkpoint)
     # The objects of a rerun, or of a copy without them, are in another run.
@@ -102,7 +101,8 @@ def why_not_owned(place: Path, *, checks_writers: bool = True) -> str | None:
     for file in _files(place):
         try:
             status = file.stat()
-        except OSError:  # it was removed at this moment, or is a symlink that leads nowhere
+        except OSError:
+            # It was removed at this moment, or is a symlink that leads nowhere.
             continue
         if status.st_uid != os.geteuid():
             return f"{display_path(file)} belongs to {_user_name(status.st_uid)}"
@@ -131,7 +131,8 @@ def _is_local(place: Path) -> bool:
     depth = -1
     for mount in psutil.disk_partitions(all=True):
         parts = len(Path(mount.mountpoint).parts)
-        if place.is_relative_to(mount.mountpoint) and parts >= depth:  # of two at one place, the later hides the other
+        # Of two at one place, the later one hides the other.
+        if place.is_relative_to(mount.mountpoint) and parts >= depth:
             kind = mount.fstype
             depth = parts
     return kind is None or kind in _LOCAL_FILE_SYSTEMS
@@ -139,7 +140,8 @@ def _is_local(place: Path) -> bool:
 
 def _is_own_group(file: Path, gid: int) -> bool:
     """Return True if a group has only you: Debian and Fedora give everybody one, and let it write all their files."""
-    return _has_only_me(gid) and _ACL not in os.listxattr(file)  # an ACL shows its mask as the group's rights
+    # An ACL shows its mask as the group's rights.
+    return _has_only_me(gid) and _ACL not in os.listxattr(file)
 
 
 @cache
@@ -147,12 +149,13 @@ def _has_only_me(gid: int) -> bool:
     try:
         me = pwd.getpwuid(os.geteuid())
         group = grp.getgrgid(gid)
-    except KeyError:  # as in a container that knows no such user
+    except KeyError:
+        # As in a container that knows no such user.
         return False
     # The name as well, since a directory service needn't list all who have the group.
     if me.pw_gid != gid or group.gr_name != me.pw_name:
         return False
-    others = [each for each in pwd.getpwall() if each.pw_gid == gid and each.pw_uid != me.pw_uid]
+    others = [user for user in pwd.getpwall() if user.pw_gid == gid and user.pw_uid != me.pw_uid]
     return not others and not set(group.gr_mem) - {me.pw_name}
 
 
@@ -192,7 +195,8 @@ def _targets(raw: Mapping[str, Any]) -> dict[str, list[str]]:
         if not isinstance(node, Mapping) or "_target_" not in node:
             continue
         names = [str(node["_target_"])]
-        if names[0].startswith("hydra.utils.") and isinstance(node.get("path"), str):  # a name to import
+        # Hydra's own functions import what `path` names.
+        if names[0].startswith("hydra.utils.") and isinstance(node.get("path"), str):
             names.append(node["path"])
         for name in names:
             targets.setdefault(name, []).append(key)

@@ -112,7 +112,9 @@ def normalize_override(override: str) -> str:
     if field.kinds == [dict[str, Any]]:
         return f"++{section}{below}={value}"
 
-    keys = _named_fields(field.section) if field.section is not None else {}
+    keys: dict[str, _Field] = {}
+    if field.section is not None:
+        keys = _named_fields(field.section)
     if not below and field.shorthand is not None and not value.lstrip().startswith("{"):
         below = f".{field.shorthand}"
         if keys[field.shorthand].kinds == [Texts]:
@@ -124,13 +126,15 @@ def normalize_override(override: str) -> str:
 
 
 def _as_list(value: str) -> str:
-    is_whole = not value or value == "null" or value.lstrip().startswith("[")
-    return value if is_whole else f"[{value}]"
+    if not value or value == "null" or value.lstrip().startswith("["):
+        return value
+    return f"[{value}]"
 
 
 def _as_quoted(value: str) -> str:
-    is_whole = not value or value == "null" or value.startswith(("'", '"'))
-    return value if is_whole else f"'{value}'"
+    if not value or value == "null" or value.startswith(("'", '"')):
+        return value
+    return f"'{value}'"
 
 
 def is_section(key: str) -> bool:
@@ -197,7 +201,9 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def show(value: Any) -> str:
     """Return a value as it would be typed, shortened."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    text = value
+    if not isinstance(value, str):
+        text = json.dumps(value, default=str, ensure_ascii=False)
     if len(text) > _MAX_SHOWN:
         return f"{text[: _MAX_SHOWN - 1]}…"
     return text
@@ -464,7 +470,9 @@ def _hint(field: _Field, value: Any, *, key: str) -> str:
         return f" Write {key}=[{value}]."
     if field.options:
         guess = nearest(show(value), field.options)
-        return "" if guess is None else did_you_mean(f"{key}={guess}")
+        if guess is None:
+            return ""
+        return did_you_mean(f"{key}={guess}")
     if int in field.kinds and type(value) is float and value.is_integer():
         return f" Write {key}={int(value)}."
     if str in field.kinds and isinstance(value, (int, float)):

@@ -72,7 +72,12 @@ def _present_loggers(value: str) -> str:
     names = [name.strip() for name in value.strip("[]").split(",")]
     if "csv" not in names:
         return value
-    present = dict.fromkeys("jsonl" if name == "csv" else name for name in names)
+    # Each once, in their order.
+    present: dict[str, None] = {}
+    for name in names:
+        if name == "csv":
+            name = "jsonl"
+        present[name] = None
     return f"[{','.join(present)}]"
 
 
