@@ -636,7 +636,7 @@ CONFIG = [
     Mutation(
         name="one-mistake-at-a-time",
         caught_by="tests/unit/config/test_parse.py::test_all_mistakes_are_listed",
-        within="raise_mistakes",
+        within="as_text",
         old="len(mistakes) == 1",
         new="len(mistakes) >= 1",
         what="Of several mistakes in a configuration only the first is shown.",
