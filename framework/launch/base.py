@@ -39,17 +39,17 @@ class Launcher:
     something else is refused before anything starts.
     """
 
-    # As it is called in messages: `launcher=NAME`.
+    # Its name in messages: `launcher=NAME`.
     name: ClassVar[str]
-    # It starts ranks on more than one node.
+    # If it starts ranks on more than one node.
     spans_nodes: ClassVar[bool] = False
-    # It restarts the ranks after a failure, `launcher.max_restarts` times.
+    # If it restarts the ranks after a failure, `launcher.max_restarts` times.
     restarts: ClassVar[bool] = False
-    # It starts the ranks itself.
+    # If it starts the ranks itself.
     starts_ranks: ClassVar[bool] = True
-    # It can run in ranks that something else has started, of which this process is one.
+    # If it can run in ranks that something else has started, of which this process is one.
     joins_started_ranks: ClassVar[bool] = False
-    # The only rank runs in the command's own process.
+    # If the only rank runs in the command's own process.
     runs_in_command: ClassVar[bool] = False
 
     def choose(self, config: Config, *, external_ranks: ExternalRanks | None) -> Launcher:

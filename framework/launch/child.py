@@ -1,4 +1,4 @@
-"""A child of the fork server: environment, exit. What any process of a run prints: its log, the terminal."""
+"""A child of the fork server: its environment and its exit; and where any process of a run prints: log, terminal."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from framework.system.orphans import ENDS_WITH_OTHERS
 from framework.system.signals import die_with_parent
 
 Message = dict[str, Any]
-_ERASE_LINE = "\r\x1b[K"
+# How long a process may take to exit after its work.
 LEAVE_S = 10.0
-"""For a process to exit after its work."""
+_ERASE_LINE = "\r\x1b[K"
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Child:
     environment: Mapping[str, str] = field(default_factory=dict)
     # The file for its output; None keeps the parent's streams.
     log: Path | None = None
-    # Its output goes to the terminal as well.
+    # If its output goes to the terminal as well.
     terminal: bool = False
-    # By which the server and the command know it.
+    # The name by which the server and the command know it.
     key: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
@@ -80,7 +80,8 @@ def _end_anyway(status: int) -> None:
     """End this process if one of the user's threads or exit functions keeps it from exiting."""
     time.sleep(LEAVE_S)
     log = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
-    with suppress(OSError, ValueError):  # a full disk, or a stream that the user's code has closed
+    # The disk may be full, or the user's code has closed the stream.
+    with suppress(OSError, ValueError):
         print(f"This process doesn't leave after its work: ended after {LEAVE_S:g} s", file=log, flush=True)
         faulthandler.dump_traceback(log)
     os._exit(status)
@@ -135,7 +136,8 @@ def _copy_descriptor_2(path: Path) -> TextIO:
     reading_end, writing_end = os.pipe()
     command = ["sh", "-c", 'trap "" HUP INT TERM USR1; exec tee -a "$0"', str(path)]
     streams = [(os.POSIX_SPAWN_DUP2, reading_end, 0), (os.POSIX_SPAWN_DUP2, terminal.fileno(), 1)]
-    with suppress(OSError):  # a container without a shell: the log lacks what compiled code prints
+    # In a container without a shell, the log lacks what compiled code prints.
+    with suppress(OSError):
         os.posix_spawn("/bin/sh", command, {**os.environ, ENDS_WITH_OTHERS: "1"}, file_actions=streams)
         os.dup2(writing_end, 2)
     os.close(reading_end)
@@ -158,6 +160,8 @@ def silence_compiled_code() -> None:
 
 @final
 class _Log(io.FileIO):
+    """A file that takes what doesn't fit on the disk, and drops it."""
+
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
@@ -167,8 +171,9 @@ class _Log(io.FileIO):
 
 @dataclass
 class StatusLine:
-    """Whether a terminal shows a line that the next output replaces."""
+    """What a terminal shows below the output."""
 
+    # If there is a line that the next output replaces.
     is_shown: bool = False
 
 
@@ -179,13 +184,14 @@ class Tee(io.TextIOBase):
     Nothing is raised if the terminal or the reader of a pipe is gone, or if the disk is full: the log then keeps a few
     kB until there is room.
 
-    status: of the terminal, which standard output and standard error share.
+    Args:
+        status: The status line of the terminal, which standard output and standard error share.
     """
 
     def __init__(self, terminal: TextIO, log: TextIO, *, status: StatusLine | None = None) -> None:
         self.terminal = terminal
         self.log = log
-        self._status = StatusLine() if status is None else status
+        self._status = status or StatusLine()
 
     def write(self, text: str) -> int:
         self.write_log(text)

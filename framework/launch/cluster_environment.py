@@ -19,7 +19,7 @@ from framework.errors import TopologyError
 _SECRET_KEY = "topology.rdzv_secret"
 # Step numbers from here on are SLURM's: batch script, interactive shell, ...
 _RESERVED_STEPS = 0xFFFFFFF0
-# Below what Linux gives to outgoing connections.
+# These ports are below those that Linux gives to outgoing connections.
 _FIRST_PORT = 15_000
 _PORTS = 15_000
 
@@ -38,10 +38,10 @@ class ClusterEnvironment:
     local_rank: int
     nnodes: int
     procs_per_node: int
-    # Of the store.
+    # The address of the store.
     host: str
     port: int
-    # torchrun's agent hosts the store, otherwise rank 0 does.
+    # True if torchrun's agent hosts the store; otherwise rank 0 does.
     agent_store: bool = False
     # How often torchrun has restarted the ranks.
     attempt: int = 0
@@ -126,7 +126,8 @@ def _detect(environ: Mapping[str, str], *, endpoint: str | None) -> ClusterEnvir
     if "TORCHELASTIC_RUN_ID" in environ:
         return _torch_variables(environ, starter="torchrun")
     if "TORCHELASTIC_USE_AGENT_STORE" in environ:
-        return None  # a command started by one of the framework's own ranks
+        # One of the framework's own ranks has started this command.
+        return None
     if _is_slurm_step(environ):
         return _slurm(environ, endpoint=endpoint)
     if "LOCAL_RANK" not in environ:
@@ -171,8 +172,12 @@ def _check_torchrun_isnt_expected(environ: Mapping[str, str]) -> None:
     nodes = environ.get("PET_NNODES", "")
     several_procs = procs.isdecimal() and int(procs) > 1
     several_nodes = nodes not in ("", "1") and "RANK" not in environ
-    if several_procs or several_nodes:
-        option = f"PET_NPROC_PER_NODE={procs}" if several_procs else f"PET_NNODES={nodes}"
+    option = None
+    if several_procs:
+        option = f"PET_NPROC_PER_NODE={procs}"
+    elif several_nodes:
+        option = f"PET_NNODES={nodes}"
+    if option is not None:
         raise TopologyError(
             f"{option} is an option for torchrun, and this command wasn't started by it.\n"
             "Let the pod's command be `torchrun -m framework ...`, or type launcher=local for a run of this pod alone."

@@ -68,8 +68,10 @@ class ElasticLauncher(Launcher):
 def joined_nodes(setup: NodeSetup, *, arguments: Sequence[str]) -> Iterator[ElasticNode]:
     """Yield this node's part of a run on several nodes, once every node has joined with the same command.
 
-    arguments: of the command. Raises ConfigError if a node differs, RunError if one doesn't join in time; then nothing
-    was started.
+    Args:
+        arguments: Those of the command.
+
+    Raises ConfigError if a node differs, RunError if one doesn't join in time; then nothing was started.
     """
     own = fingerprint(arguments, working_dir=Path.cwd())
     topology = setup.topology
@@ -89,7 +91,7 @@ def joined_nodes(setup: NodeSetup, *, arguments: Sequence[str]) -> Iterator[Elas
 
 @final
 class ElasticNode:
-    """One node of several. spec: what to run, once node 0 has sent it; None on node 0."""
+    """One node of several."""
 
     def __init__(self, run: NodeRun, own: Fingerprint) -> None:
         self._run = run
@@ -109,7 +111,9 @@ class ElasticNode:
         )
         # This process is a client of the store, which may be lost.
         silence_compiled_code()
+        # The exit status that `close` tells the other nodes.
         self.status = EXIT_RUN_FAILED
+        # What to run, once node 0 has sent it; None on node 0.
         self.spec: RunSpec | None = None
 
     def join(self) -> None:
@@ -156,7 +160,8 @@ class ElasticNode:
             raise self._lost_store()
         try:
             return future.result()
-        except RuntimeError as error:  # of torch's store
+        except RuntimeError as error:
+            # Torch's store raises DistError, a RuntimeError, if it is gone.
             raise self._lost_store() from error
 
     def _meet(self, plan: LaunchPlan, failed: FailureReport | None) -> int:
@@ -177,7 +182,8 @@ class ElasticNode:
         node = self._setup.node
         written = plan.run_dir.failure_of(node=node, attempt=report.attempt, is_last=False)
         last = plan.run_dir.failure_of(node=node, attempt=report.attempt, is_last=True)
-        with suppress(OSError):  # another node has written it, under its name, or the disk is full
+        # Another node may have written the report, under its own name, or the disk is full.
+        with suppress(OSError):
             shutil.copyfile(written, last)
 
     def _others_are_done(self) -> bool:

@@ -46,11 +46,15 @@ _MARGIN_S = 10.0
 def run_external(
     cluster: ClusterEnvironment, arguments: Sequence[str], *, command: Callable[[ExternalRanks], int]
 ) -> int:
-    """Run this process's rank; return the exit status. command: the command itself, which rank 0 runs."""
+    """Run this process's rank; return the exit status.
+
+    Args:
+        command: The command itself, which rank 0 runs.
+    """
     if cluster.starter == "torchrun":
         # An agent that is killed leaves its ranks behind, and they would go on training.
         die_with_parent(os.getppid())
-    # Before torch is imported.
+    # Torch's libraries read these when they are loaded.
     for name, value in openmp_environment(alone=False).items():
         os.environ.setdefault(name, value)
     ranks = ExternalRanks(cluster, arguments)
@@ -176,7 +180,7 @@ def _follow(ranks: ExternalRanks) -> int:
     """Run what rank 0 sends."""
     # torch's clients print a C++ stack if rank 0 ends; what it means is in our own error.
     silence_compiled_code()
-    # As it is typed: nothing is composed yet.
+    # The key is looked for in what was typed, since nothing is composed yet.
     typed = typed_value(ranks.arguments, "backend.init_timeout")
     limit_s = seconds_of(typed) or WAIT_S
     ranks.handshake.open(timeout_s=limit_s)

@@ -26,13 +26,13 @@ from framework.system.run_dir import RunDir, read_object
 from framework.system.signals import Signals
 
 _LOOK_EVERY_S = 0.25
-# After a first failure, so that the report has ranks that failed with it.
+# How long to wait after a first failure, so that the report has the ranks that fail with it.
 _SETTLE_S = 0.5
-# For the main thread to end by itself after the report.
+# How long the main thread may take to end by itself after the report.
 _MAIN_S = 3.0
-# For another rank to make the report.
+# How long to wait for another rank to make the report.
 _REPORT_S = 20.0
-# From SIGTERM to the end, unless the training loop handles it: it may be sent after a failure.
+# The time from SIGTERM to the end, unless the training loop handles it: it may be sent after a failure.
 _TERMINATED_S = 2.0
 
 
@@ -60,19 +60,26 @@ class ExternalMonitor:
         self._run_dir = RunDir(Path(arguments.run_dir))
         self._monitor = NodeMonitor(node=arguments.node_rank, limits=limits, own=rank_status)
         self._exchange = NodeExchange(store, self._monitor, nnodes=arguments.topology.nnodes)
+        # Set by `close`.
         self._ended = threading.Event()
+        # Set once there is a report, or waiting for one has timed out.
         self._reported = threading.Event()
+        # Set once the main thread has left the entry.
         self._settling = threading.Event()
         self._report: FailureReport | None = None
+        # If this rank prints the report.
         self._shows_report = False
+        # How the ranks of this node ended that weren't done, by rank, as for `report_failure`.
         self._gone: dict[int, dict[str, Any]] = {}
         self._hung = False
+        # When SIGTERM came, and how often Ctrl-C was pressed.
         self._sigterm_s: float | None = None
         self._interrupts = 0
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def start(self) -> None:
-        with suppress(StoreGoneError, TimeoutError):  # the ranks that were opened until then are monitored
+        # If the store is lost or a rank is late, the ranks that were opened until then are monitored.
+        with suppress(StoreGoneError, TimeoutError):
             call_with_deadline(self._open_rank_statuses, timeout_s=2 * self._limits.init_timeout_s)
         self._thread.start()
 
@@ -88,9 +95,11 @@ class ExternalMonitor:
         if self._report is None:
             return Outcome(status)
         status = self._report.first.exit_status
-        if self._arguments.rank == 0:
-            return Outcome(status, failure=self._report if self._shows_report else None)
-        self._show_report()
+        if self._arguments.rank > 0:
+            self._show_report()
+            return Outcome(status)
+        if self._shows_report:
+            return Outcome(status, failure=self._report)
         return Outcome(status)
 
     def close(self) -> None:
@@ -99,7 +108,10 @@ class ExternalMonitor:
         self._monitor.close()
 
     def _open_rank_statuses(self) -> None:
-        """Open those of all ranks on this node, and wait until all have done so: a rank that fails may leave then."""
+        """Open the statuses of all ranks on this node, and wait until all ranks have done so.
+
+        Only then may a rank that fails leave, since its status outlives it where it is open.
+        """
         this_rank = self._arguments.rank
         topology = self._topology
         limit_s = self._limits.init_timeout_s
@@ -111,7 +123,8 @@ class ExternalMonitor:
             pid, fd = self._store.wait_for(f"rank_status/{rank}", timeout_s=limit_s)
             log = str(self._run_dir.rank_log(rank))
             info = RankInfo(rank, local_rank, devices=topology.devices_label(local_rank), log=log)
-            with suppress(OSError):  # it has ended already, which only its starter can report
+            # The rank may have ended already, which only its starter can report.
+            with suppress(OSError):
                 self._monitor.add(info, RankStatus.of_process(pid, fd))
 
         self._store.set(f"monitoring/{this_rank}", True)
@@ -171,7 +184,9 @@ class ExternalMonitor:
         if self._hung:
             return "the ranks have waited too long"
         alarm = self._exchange.alarm
-        return None if alarm is None else f"node {alarm['node']}: {alarm['cause']}"
+        if alarm is not None:
+            return f"node {alarm['node']}: {alarm['cause']}"
+        return None
 
     def _end(self, cause: str) -> None:
         """Make the report, or wait for it, then end this process if the main thread doesn't."""
@@ -181,14 +196,17 @@ class ExternalMonitor:
         if self._settling.wait(_MAIN_S) or self._ended.is_set():
             return
         self._show_report()
-        os._exit(EXIT_RUN_FAILED if self._report is None else self._report.first.exit_status)
+        if self._report is None:
+            os._exit(EXIT_RUN_FAILED)
+        os._exit(self._report.first.exit_status)
 
     def _show_report(self) -> None:
         """Print the report if this rank has to, and record the failure: rank 0's command may be gone."""
         if self._report is not None and self._shows_report:
             self._say(render(self._report))
             if self._monitor.node == 0:
-                with suppress(OSError, ValueError):  # a full disk; the terminal has the report
+                # If the disk is full, at least the terminal has the report.
+                with suppress(OSError, ValueError):
                     self._run_dir.update_run({"status": "failed"})
 
     def _make_or_await_report(self, cause: str) -> FailureReport | None:
@@ -197,9 +215,9 @@ class ExternalMonitor:
             report = self._find_report()
             if report is not None:
                 return report
-            # Also if the rank that acted for the node has died.
+            # This rank may act for the node only since the one that did so has died.
             if self._acts_for_node():
-                # Adds the ranks that have ended meanwhile.
+                # This adds the ranks that have ended meanwhile to the exits.
                 self._cause()
                 return self._make_report(cause)
             time.sleep(_LOOK_EVERY_S)
@@ -212,8 +230,10 @@ class ExternalMonitor:
             plain = read_object(file)
             if plain is not None:
                 return FailureReport.from_plain(plain)
-        report = self._exchange.find_report()
-        return None if report is None else FailureReport.from_plain(report)
+        plain = self._exchange.find_report()
+        if plain is None:
+            return None
+        return FailureReport.from_plain(plain)
 
     def _make_report(self, cause: str) -> FailureReport:
         report = report_failure(
@@ -241,5 +261,6 @@ class ExternalMonitor:
         return self._sigterm_s is not None and time.monotonic() - self._sigterm_s > _TERMINATED_S
 
     def _say(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # the terminal is gone
+        # The terminal may be gone.
+        with suppress(OSError, ValueError):
             print(text, file=self._terminal, flush=True)

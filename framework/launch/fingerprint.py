@@ -11,21 +11,21 @@ from pathlib import Path
 from framework.config.assets import config_dir, user_config_dir
 from framework.system.versions import installed_versions
 
+# Arguments by their keys, hashes of files, versions of packages.
 Fingerprint = dict[str, str]
-"""Arguments by their keys, hashes of files, versions of packages."""
 
 # Where most of what `_target_` names is.
 _SOURCES = ("*.py", "*/*.py")
 
 
 def fingerprint(arguments: Sequence[str], *, working_dir: Path) -> Fingerprint:
-    """Return the fingerprint of this process. arguments: of the command."""
-    found: Fingerprint = {}
+    """Return the fingerprint of this process, which was given these arguments of the command."""
+    result: Fingerprint = {}
     for text in arguments:
         key, _, value = text.partition("=")
-        # Which node this is differs from node to node.
+        # The number of the node is the one argument that differs from node to node.
         if key != "topology.node_rank":
-            found[key] = value
+            result[key] = value
 
     user_folder = user_config_dir(working_dir)
     if user_folder is None:
@@ -34,13 +34,13 @@ def fingerprint(arguments: Sequence[str], *, working_dir: Path) -> Fingerprint:
         folders = {"the framework's conf": config_dir(), "conf": user_folder}
     for name, folder in folders.items():
         for path, digest in _hashes(folder, "**/*.yaml"):
-            found[f"{name}/{path}"] = digest
+            result[f"{name}/{path}"] = digest
     for pattern in _SOURCES:
-        found.update(_hashes(working_dir, pattern))
+        result.update(_hashes(working_dir, pattern))
 
-    found["python"] = ".".join(platform.python_version_tuple()[:2])
-    found.update(installed_versions(("framework", "torch")))
-    return found
+    result["python"] = ".".join(platform.python_version_tuple()[:2])
+    result.update(installed_versions(("framework", "torch")))
+    return result
 
 
 def differences(theirs: Fingerprint, zeros: Fingerprint, *, kind: str = "rank") -> list[str]:

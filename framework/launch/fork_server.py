@@ -26,7 +26,7 @@ from framework.system.hardware import openmp_environment
 from framework.system.orphans import left_behind
 from framework.system.signals import STOP_SIGNALS, catching_signals, die_with_parent
 
-# What ranks need, the heaviest first.
+# The modules that ranks need, the heaviest first.
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -35,7 +35,7 @@ PRELOAD = (
     "rich.progress",
     "numpy.random",
 )
-# For a server that is started when a process is needed at once.
+# The preload of a server that is started when a process is needed at once.
 _SHORT_PRELOAD = PRELOAD[:2]
 _END_TIMEOUT_S = 5.0
 
@@ -150,13 +150,15 @@ def call_in_child(
 
 def send_result(arguments: Mapping[str, Any], fd: int) -> int:
     """Call the function in the child; send its result, or the FrameworkError it raises, through the connection `fd`."""
-    os.dup2(2, 1)  # what the user's code prints: the parent's own output has only the result
+    # What the user's code prints goes to stderr: the parent's own output has only the result.
+    os.dup2(2, 1)
     answer: dict[str, Any] | FrameworkError
     try:
         answer = pkgutil.resolve_name(arguments["entry"])(arguments["arguments"])
     except FrameworkError as error:
         answer = error
-    sys.stdout.flush()  # the parent kills this process once it has the answer
+    # The parent kills this process once it has the answer.
+    sys.stdout.flush()
     with Connection(fd) as connection:
         connection.send(answer)
     return 0
@@ -205,8 +207,9 @@ class _Server:
         with catching_signals((signal.SIGCHLD, *STOP_SIGNALS)) as signals:
             watched: list[Any] = [self._connection, signals]
             while True:
-                # With something left to import, it only looks, and doesn't wait.
-                ready, _, _ = select.select(watched, [], [], 0 if self._preload else None)
+                # With something left to import, it only looks for requests, and doesn't wait for them.
+                timeout_s = 0 if self._preload else None
+                ready, _, _ = select.select(watched, [], [], timeout_s)
                 if signals in ready:
                     signals.take()
                     _reap()
@@ -232,14 +235,15 @@ class _Server:
         try:
             pkgutil.resolve_name(name)
         except Exception:
-            # Not an error yet, whatever it is (a missing library is an OSError): the child that needs the module
-            # imports it again and its own failure has the error.
+            # Whatever it is (a missing library is an OSError), it isn't reported here: the child that needs the module
+            # imports it again, and its own failure has the error.
             self._preload.clear()
 
 
 def _reap() -> None:
     """Reap the servers of runs that have ended."""
-    with suppress(ChildProcessError):  # there are none
+    # There may be no children.
+    with suppress(ChildProcessError):
         pid = -1
         while pid != 0:
             pid, _ = os.waitpid(-1, os.WNOHANG)

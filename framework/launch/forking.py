@@ -28,7 +28,9 @@ def receive_fds(connection: Connection, count: int) -> list[int]:
 
 def lost_server(what: str, *, status: int | None = None) -> LaunchError:
     """Return the error for a server that has ended, with its exit status if that is known."""
-    ending = "" if status is None else f"; its exit status is {status}"
+    ending = ""
+    if status is not None:
+        ending = f"; its exit status is {status}"
     return LaunchError(
         f"The {what} ended, and the run with it{ending}. "
         "If its own output above says nothing, the system may have been out of memory."
@@ -37,7 +39,7 @@ def lost_server(what: str, *, status: int | None = None) -> LaunchError:
 
 def fork() -> int | None:
     """Return the pid of a new child, 0 in the child; None if there are too many processes or no memory."""
-    # Else the collector touches, and so copies, pages that the children share.
+    # Otherwise the collector would touch, and so copy, pages that the children share.
     gc.collect()
     gc.freeze()
     with warnings.catch_warnings():

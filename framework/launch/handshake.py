@@ -54,11 +54,11 @@ from framework.system.run_dir import RunDir, write_atomically
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+# How long ranks wait for one another if no backend.init_timeout is known.
 WAIT_S = 600.0
-"""How long ranks wait for one another if no backend.init_timeout is known."""
 
 _POLL_S = 0.05
-# For the others to leave, if this process hosts the store.
+# How long the host of the store waits for the others to leave.
 _CLOSE_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_AFTER_FAILURE_S = 5.0
 _SHOWN = 6
@@ -133,7 +133,7 @@ class Handshake:
         self._hosted_elsewhere = hosted_elsewhere
         self._is_host = index == 0 and not hosted_elsewhere
 
-        # For messages.
+        # Parts of messages.
         self._this = f"{kind.capitalize()} {index}"
         self._zero = f"{kind.capitalize()} 0"
         self._other_port = f"Set {port_option} to a free port of that machine, the same for every {kind}."
@@ -236,9 +236,11 @@ class Handshake:
             # With a deadline of its own: if the link to the store is cut, torch's calls don't return.
             return call_with_deadline(lambda: self._compare_and_receive(deadline), timeout_s=timeout_s + PROBE_S)
         except (TimeoutError, StoreGoneError) as error:
-            has = f"has waited {timeout_s:g} s for" if isinstance(error, TimeoutError) else "has lost"
+            what = "has lost"
+            if isinstance(error, TimeoutError):
+                what = f"has waited {timeout_s:g} s for"
             raise RunError(
-                f"{self._this} {has} {self._kind} 0 at {self._address}, which hadn't said what to run.\n"
+                f"{self._this} {what} {self._kind} 0 at {self._address}, which hadn't said what to run.\n"
                 f"Look at what {self._kind} 0 printed; type backend.init_timeout=TIME if it only needs longer."
             ) from error
 
@@ -346,7 +348,7 @@ class Handshake:
             ) from error
 
     def _compare_and_receive(self, deadline: float) -> RunSpec | int:
-        # It is true if an earlier process of this member has left.
+        # An earlier process of this member may have left.
         self._keys.set(f"handshake/left/{self._index}", False)
         host = socket.gethostname()
         try:
@@ -414,7 +416,11 @@ def make_visible(run_dir: RunDir, spec: RunSpec) -> None:
 
 @final
 class ExternalRanks:
-    """This rank's connection to the others. arguments: of the command, what rank 0 composes."""
+    """This rank's connection to the others.
+
+    Args:
+        arguments: Those of the command, which rank 0 composes.
+    """
 
     def __init__(self, cluster: ClusterEnvironment, arguments: Sequence[str]) -> None:
         self.cluster = cluster

@@ -1,7 +1,10 @@
 """The launcher of one node: ranks are forked from the fork server and monitored by this process, without torch.
 
-The parent holds every rank's status memory, so it knows what a rank was doing after any death. It never leaves a
-process behind: see `system.parent_death`.
+The parent holds every rank's status memory, so it knows what a rank was doing after any death. No process of a run is
+left behind: the server that forks the ranks ends all that they have started (`run_server`), and each process asks the
+kernel to die with its parent (`system.signals`).
+
+Read `launch_on_this_node`, then `NodeRun.run` and `_run_attempt`.
 """
 
 from __future__ import annotations
@@ -41,14 +44,14 @@ from framework.system.signals import Signals, catching_signals
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+# The cause of an alarm after which every node ends at once, without a report.
 INTERRUPTED = "interrupted"
-"""The cause of an alarm after which every node ends at once, without a report."""
 
-# For ranks to start, besides backend.init_timeout.
+# How much longer than backend.init_timeout the ranks may take to start.
 _START_S = 10.0
-# After a first failure, so that the report has the ranks that fail with it.
+# How long to wait after a first failure, so that the report has the ranks that fail with it.
 _SETTLE_S = 0.5
-# For the exit of the rank whose connection was lost: with a GPU, exiting takes seconds.
+# How long to wait for the exit of the rank whose connection was lost: with a GPU, exiting takes seconds.
 _CAUSE_TIMEOUT_S = 3.0
 _POLL_S = 0.2
 # Erases what rank 0's live view shows below the cursor.
@@ -73,8 +76,14 @@ def launch_on_this_node(plan: LaunchPlan) -> Outcome:
     Raises LaunchError if processes can't be started or are lost, KeyboardInterrupt if the run is ended at once: on
     Ctrl-C or another of `STOP_SIGNALS` if nothing would be saved, otherwise on a second Ctrl-C. No rank is left then.
     """
+
+    def next_attempt(failed: FailureReport | None) -> int:
+        if failed is None:
+            return 0
+        return failed.attempt + 1
+
     with node_run(plan) as run:
-        return run.run(plan, next_attempt=lambda failed: 0 if failed is None else failed.attempt + 1)
+        return run.run(plan, next_attempt=next_attempt)
 
 
 @contextmanager
@@ -107,17 +116,22 @@ class NodeRun:
     """One node's ranks of a run, over all attempts, and the loop that monitors them. Call `close` in any case."""
 
     def __init__(self, setup: NodeSetup, server: ForkServer, *, folder: Path | None, signals: Signals) -> None:
-        """folder: for rendezvous files, with `backend.init_method=file`."""
+        """Make the part of a run in which nothing is started yet.
+
+        Args:
+            folder: For rendezvous files, with `backend.init_method=file`.
+        """
         self.setup = setup
         self.server = server
-        # Of a run on several nodes.
+        # The store of a run on several nodes.
         self.store: Store | None = None
         # Ranks that others waited for and that caught up.
         self._late: list[dict[str, Any]] = []
         self._folder = folder
         self._signals = signals
+        # The signal by which the run was asked to stop; 0 for none.
         self._stop_signal = 0
-        # What to do when one of these can be read.
+        # What to do when one of these sources can be read.
         self._handlers: dict[Any, Callable[[], None]] = {signals: self._on_signals}
 
         # Of the present attempt:
@@ -126,10 +140,12 @@ class NodeRun:
         self._monitor = NodeMonitor(node=setup.node, limits=setup.limits)
         self._exchange: NodeExchange | None = None
         self._is_monitoring = False
-        # The ranks of the processes that run, by their keys, and how the others ended, by rank.
+        # The ranks of the processes that run, by the keys of the processes.
         self._running: dict[str, int] = {}
+        # How the others ended, by rank: events of the run server, with `early` for one that left in the middle of its
+        # work.
         self._exits: dict[int, Message] = {}
-        # A failure that no exit of a local process shows.
+        # A failure that no exit of a local process shows, in a few words.
         self._trouble: str | None = None
         # What the ranks left behind, once everything has ended.
         self._left: list[str] | None = None
@@ -156,7 +172,7 @@ class NodeRun:
                 self._record_restart(plan, attempt, failed)
             outcome = self._run_attempt(plan, attempt, others_done)
             failed = outcome.failure
-            # Node 0 waits for a node that is cut off, which can't come back by itself.
+            # A node that is cut off from node 0 can't come to the next attempt.
             is_cut_off = self.is_cut and self.setup.node > 0
             if failed is None or is_cut_off or not self._may_restart(failed):
                 return replace(outcome, late=tuple(self._late))
@@ -170,11 +186,12 @@ class NodeRun:
             self._await_start()
             self.wait_for(self._is_over)
             if self._all_succeeded():
+                # Another node may fail in the meantime, and then this attempt has failed, too.
                 self._wait_for_other_nodes(others_done)
-            if self._all_succeeded():
-                is_stopped = any(end["status"] == EXIT_STOPPED for end in self._exits.values())
-                return Outcome(EXIT_STOPPED if is_stopped else 0)
-            return self._fail(plan)
+            if not self._all_succeeded():
+                return self._fail(plan)
+            is_stopped = any(end["status"] == EXIT_STOPPED for end in self._exits.values())
+            return Outcome(EXIT_STOPPED if is_stopped else 0)
         except KeyboardInterrupt:
             # The other nodes' ranks would wait for those that were here.
             if self._exchange is not None and self._trouble != INTERRUPTED:
@@ -200,9 +217,10 @@ class NodeRun:
         if self.setup.node == 0:
             time_of_day = datetime.now(timezone.utc).isoformat(timespec="seconds")
             note = {"attempt": attempt, "cause": cause, "time": time_of_day}
-            with suppress(OSError):  # the disk is full: the ranks will fail with a better message
-                earlier = plan.run_dir.read_run().get("restarts", [])
-                plan.run_dir.update_run({"restarts": [*earlier, note]})
+            # If the disk is full, the ranks will fail with a better message.
+            with suppress(OSError):
+                earlier_notes = plan.run_dir.read_run().get("restarts", [])
+                plan.run_dir.update_run({"restarts": [*earlier_notes, note]})
 
     def close(self) -> None:
         """Stop monitoring. Clear up the terminal: a rank that was killed may have left its live view."""
@@ -215,7 +233,8 @@ class NodeRun:
         """Print to stderr, if the run has the terminal."""
         if self.setup.terminal:
             _control(sys.stderr, _ERASE_BELOW)
-            with suppress(OSError):  # the terminal is gone
+            # The terminal may be gone.
+            with suppress(OSError):
                 print(shown(line), file=sys.stderr, flush=True)
 
     def wait_for(self, condition: Callable[[], Any], *, timeout_s: float | None = None) -> bool:
@@ -260,7 +279,11 @@ class NodeRun:
             self._spawn_ranks(plan, *listener.getsockname(), listener=listener)
 
     def _spawn_ranks(self, plan: LaunchPlan, host: str, port: int, *, listener: socket.socket | None = None) -> None:
-        """Have a process forked for each rank of this node. listener: on which rank 0 hosts the store."""
+        """Have a process forked for each rank of this node, which meet at this host and port.
+
+        Args:
+            listener: The socket on which rank 0 hosts the store; None if this process or another node hosts it.
+        """
         assert self._run_server is not None
         topology = plan.topology
         attempt = self._attempt
@@ -268,6 +291,7 @@ class NodeRun:
         network = network_environment(host, nnodes=topology.nnodes)
         for local_rank in range(topology.procs_per_node):
             rank = topology.rank_of(plan.node, local_rank)
+            # What the process is to do, and in which environment.
             arguments = RankArguments(
                 str(plan.run_dir.path), topology, rank=rank, rendezvous=rendezvous, attempt=attempt
             )
@@ -279,10 +303,13 @@ class NodeRun:
                 log=plan.run_dir.rank_log(rank),
                 terminal=plan.terminal and rank == 0,
             )
+
+            # What the monitor watches.
             rank_status = RankStatus()
             info = RankInfo(rank, local_rank, topology.devices_label(local_rank), log=str(child.log))
             self._monitor.add(info, rank_status)
             self._running[child.key] = rank
+
             fds = [rank_status.fd]
             if listener is not None and rank == 0:
                 fds.append(listener.fileno())
@@ -295,8 +322,9 @@ class NodeRun:
         if plan.init_method == "tcp":
             return f"tcp://{host}:{port}"
         assert self._folder is not None
-        # No file can be used twice.
-        return f"file://{self._folder / f'rendezvous_{self._attempt}'}"
+        # Each attempt needs a file of its own.
+        file = self._folder / f"rendezvous_{self._attempt}"
+        return f"file://{file}"
 
     def _await_start(self) -> None:
         """Raise LaunchError if a rank doesn't start in time: the fork server is still loading torch."""
@@ -331,8 +359,8 @@ class NodeRun:
         for event in monitor.check(elsewhere=elsewhere):
             if event["event"] == "hung":
                 self._trouble = self._trouble or f"the ranks have waited for {event['seconds']:.0f} s"
-                continue
-            self.print(late_line(event))
+            else:
+                self.print(late_line(event))
             if event["event"] == "caught_up":
                 self._late.append({key: event[key] for key in ("rank", "phase", "step", "seconds")})
 
@@ -348,6 +376,7 @@ class NodeRun:
             raise KeyboardInterrupt
 
     def _on_event(self) -> None:
+        """Take an event of the run server: how a rank's process ended, or what was left behind."""
         assert self._run_server is not None
         event = self._run_server.next_event()
         if "left" in event:
@@ -407,6 +436,7 @@ class NodeRun:
         """Make the report before the ranks that are still alive are killed."""
         self.wait_for(self._all_exited, timeout_s=_SETTLE_S)
         report = self._report(plan)
+        # A rank has lost its connection to another one, whose exit would be the cause.
         if report.first.lost_peer and not report.first.timed_out and not self._all_exited():
             self.wait_for(self._all_exited, timeout_s=_CAUSE_TIMEOUT_S)
             report = self._report(plan)
@@ -442,7 +472,8 @@ class NodeRun:
             del self._handlers[server]
             server.close()
         if self._left:
-            with suppress(OSError):  # the terminal is gone
+            # The terminal may be gone.
+            with suppress(OSError):
                 print(left_behind(self._left), file=sys.stderr, flush=True)
 
 
@@ -456,7 +487,8 @@ def failure_in_short(report: FailureReport) -> str:
 
 def _control(stream: TextIO, sequence: str) -> None:
     """Send a control sequence to a terminal; to anything else nothing."""
-    with suppress(OSError, ValueError):  # the terminal is gone, or the stream closed
+    # The terminal may be gone, or the stream closed.
+    with suppress(OSError, ValueError):
         if stream.isatty():
             stream.write(sequence)
             stream.flush()

@@ -28,16 +28,16 @@ class NodeSetup:
     topology: Topology
     limits: Limits
     init_method: InitMethod
-    # None: one is started if the launcher needs it.
+    # The fork server to use; None: one is started if the launcher needs it.
     fork_server: ForkServer | None
-    # Rank 0's output goes to the terminal as well as to its log.
+    # If rank 0's output goes to the terminal as well as to its log.
     terminal: bool
     # The index of this machine.
     node: int = 0
     # Host and port of the store on node 0; None on one node.
     endpoint: tuple[str, int] | None = None
     max_restarts: int = 0
-    # The arguments of the command, which must be the same on every node.
+    # The arguments of the command. They must be the same on every node.
     arguments: tuple[str, ...] = ()
     # Set in rank 0 of ranks that something else has started.
     external_ranks: ExternalRanks | None = None
@@ -57,7 +57,10 @@ class LaunchPlan(NodeSetup):
 
     def spec(self) -> RunSpec:
         """Return what other nodes, or other external ranks, need to run their part."""
-        secrets = self.run_dir.secrets_file
+        secrets_file = self.run_dir.secrets_file
+        secrets = ""
+        if secrets_file.exists():
+            secrets = read_text(secrets_file)
         return RunSpec(
             entry=self.entry,
             run_dir=str(self.run_dir.path),
@@ -65,7 +68,7 @@ class LaunchPlan(NodeSetup):
             limits=self.limits,
             config=read_text(self.run_dir.config_file),
             overrides=read_text(self.run_dir.overrides_file),
-            secrets=read_text(secrets) if secrets.exists() else "",
+            secrets=secrets,
         )
 
 
@@ -88,7 +91,7 @@ class RankArguments:
     rank: int
     # URL for `init_process_group`; None for a group of one without a store.
     rendezvous: str | None
-    # Counts restarts after failures; they resume from the last checkpoint.
+    # How often the ranks were restarted after a failure; a restart resumes from the last checkpoint.
     attempt: int = 0
 
     @property

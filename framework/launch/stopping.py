@@ -18,8 +18,8 @@ from framework.distributed.store import RunStore
 from framework.launch.plan import MonitorLink
 from framework.system.signals import STOP_SIGNALS
 
+# Steps until all ranks stop, if gradients are exchanged in every step or one step late. See `StopRequest`.
 STEPS_TO_STOP = 2
-"""Steps until all ranks stop, if gradients are exchanged in every step or one step late. See `StopRequest`."""
 
 Handler = Callable[[int, FrameType | None], None]
 

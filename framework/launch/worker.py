@@ -34,7 +34,10 @@ _HOSTED: list[object] = []
 def rank_main(arguments: Mapping[str, Any], status_fd: int, listener_fd: int | None = None) -> int:
     """Run one rank in a child of the fork server.
 
-    arguments: entry, rank (RankArguments). listener_fd: a listening socket on which this rank hosts the store.
+    Args:
+        arguments: `entry` and `rank`, a RankArguments.
+        status_fd: The file descriptor of the memory for the rank status.
+        listener_fd: A listening socket on which this rank hosts the store.
     """
     rank: RankArguments = arguments["rank"]
     # Never closed: stacks can be asked for until the process ends.
@@ -64,7 +67,7 @@ def run_entry(entry: str, rank: RankArguments, link: MonitorLink, *, listener_fd
             _HOSTED.append(host_store(socket.socket(fileno=listener_fd)))
         status = pkgutil.resolve_name(entry)(rank, replace(link, record_failure=record_failure))
     except BaseException as error:
-        # Unless the entry did, before it closed what it had opened.
+        # This does nothing if the entry has recorded it already, before it closed what it had opened.
         record_failure(error)
         rank_status.mark_closed()
         record = rank_status.failure()
@@ -103,24 +106,28 @@ def _record(error: BaseException, rank_status: RankStatus) -> None:
 
     The parent shows the first failure on the terminal, once.
     """
-    expected = isinstance(error, FrameworkError)
-    status = error.exit_status if isinstance(error, FrameworkError) else 1
     text = "".join(traceback.format_exception(error))
     stderr = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
-    with suppress(OSError, ValueError):  # a full disk, or letters that can't be encoded
+    # The disk may be full, or letters can't be encoded.
+    with suppress(OSError, ValueError):
         stderr.write(text)
         stderr.flush()
-    rank_status.record_failure(
-        {
-            "time": time.time(),
-            "exception": str(error) if expected else f"{type(error).__name__}: {error}",
-            "traceback": text,
-            "of_peers": _of_peers(error),
-            "expected": expected,
-            "exit_status": status,
-            "is_final": isinstance(error, FrameworkError) and error.is_final,
-        }
-    )
+
+    record = {
+        "time": time.time(),
+        "exception": f"{type(error).__name__}: {error}",
+        "traceback": text,
+        "of_peers": _of_peers(error),
+        "expected": False,
+        "exit_status": 1,
+        "is_final": False,
+    }
+    if isinstance(error, FrameworkError):
+        record["exception"] = str(error)
+        record["expected"] = True
+        record["exit_status"] = error.exit_status
+        record["is_final"] = error.is_final
+    rank_status.record_failure(record)
 
 
 def _of_peers(error: BaseException) -> str:
