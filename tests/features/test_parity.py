@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -45,28 +46,53 @@ def compared(fork_server, tmp_path, monkeypatch, capfd) -> Compared:
     return run
 
 
+@dataclass(frozen=True, kw_only=True)
+class Same:
+    overrides: tuple[str, ...]
+    layers: int
+    steps: int = 3
+    unsure: list[str] = field(default_factory=list)
+
+
 @pytest.mark.parametrize(
-    ("overrides", "layers", "steps", "unsure"),
+    "same",
     [
         # Adam, an epoch whose last batch is of 13 samples, and then of the next epoch; the average copies the model.
-        ((*POINTS, model("Plain"), "parity.processes=3", "parity.steps=4", "callbacks=ema"), 7, 4, []),
+        Same(
+            overrides=(*POINTS, model("Plain"), "parity.processes=3", "parity.steps=4", "callbacks=ema"),
+            layers=7,
+            steps=4,
+        ),
         # The last step has one sample: one of two processes has none.
         pytest.param(
-            (*POINTS, model("Plain"), "trainer.accumulate_grad_batches=2", "data.global_batch_size=16",
-             "+data.datasets.size=33", "optimizer=sgd"), 7, 3, [], marks=OPTIONAL,
+            Same(
+                overrides=(
+                    *POINTS,
+                    model("Plain"),
+                    "trainer.accumulate_grad_batches=2",
+                    "data.global_batch_size=16",
+                    "+data.datasets.size=33",
+                    "optimizer=sgd",
+                ),
+                layers=7,
+            ),
+            marks=OPTIONAL,
         ),
-        pytest.param((*POINTS, model("SequenceFirst")), 4, 3, [], marks=OPTIONAL),
-        pytest.param((*POINTS, model("Softmaxed"), "parity.processes=3"), 3, 3, ["shift"], marks=OPTIONAL),
+        pytest.param(Same(overrides=(*POINTS, model("SequenceFirst")), layers=4), marks=OPTIONAL),
+        pytest.param(
+            Same(overrides=(*POINTS, model("Softmaxed"), "parity.processes=3"), layers=3, unsure=["shift"]),
+            marks=OPTIONAL,
+        ),
     ],
     ids=["uneven", "accumulated", "sequence first", "rounding"],
-)  # fmt: skip
-def test_the_same(compared: Compared, overrides: tuple[str, ...], layers: int, steps: int, unsure: list[str]) -> None:
-    status, answer, printed = compared(*overrides)
-    assert (status, answer["same"], answer["first_difference"], answer["unsure"]) == (0, True, None, unsure)
-    assert answer["steps"] == steps
+)
+def test_the_same(compared: Compared, same: Same) -> None:
+    status, answer, printed = compared(*same.overrides)
+    assert (status, answer["same"], answer["first_difference"], answer["unsure"]) == (0, True, None, same.unsure)
+    assert answer["steps"] == same.steps
     assert "The same: " in printed
     # Modules; not those that are never called.
-    assert answer["parts"]["layers"]["compared"] == layers
+    assert answer["parts"]["layers"]["compared"] == same.layers
     for part in ("layers", "gradients", "weights"):
         greatest = answer["parts"][part]["greatest"]
         # Far from what is allowed: another order of a sum must not turn it over.

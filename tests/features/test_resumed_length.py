@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,29 +118,38 @@ def made(size: int, plan: BatchPlan, *, epoch: int, samples: int, limit: int | N
     return len(list(windows(epoch_indices(order, plan, epoch=epoch, start=samples, limit=limit), plan, rank=0)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A dataset, how it is cut, and where training continues."""
+
+    size: int = 100
+    batch: int = 8
+    limit: int | None = None
+    progress: dict[str, int]
+    epochs: int
+
+
 @pytest.mark.parametrize(
-    ("size", "batch", "limit", "progress", "epochs"),
+    "resumed",
     [
-        (100, 8, None, {"epoch": 1, "step": 30, "samples": 33}, 3),
-        (100, 8, 5, {"epoch": 1, "step": 30, "samples": 33}, 3),
-        (100, 8, None, {"epoch": 2, "step": 30, "samples": 0}, 5),
-        (100, 7, 14, {"epoch": 0, "step": 3, "samples": 96}, 1),
-        (5, 8, None, {"epoch": 2, "step": 4, "samples": 4}, 2),
-        (5, 8, None, {"epoch": 0, "step": 1, "samples": 4}, 2),
+        Resumed(progress={"epoch": 1, "step": 30, "samples": 33}, epochs=3),
+        Resumed(limit=5, progress={"epoch": 1, "step": 30, "samples": 33}, epochs=3),
+        Resumed(progress={"epoch": 2, "step": 30, "samples": 0}, epochs=5),
+        Resumed(batch=7, limit=14, progress={"epoch": 0, "step": 3, "samples": 96}, epochs=1),
+        Resumed(size=5, progress={"epoch": 2, "step": 4, "samples": 4}, epochs=2),
+        Resumed(size=5, progress={"epoch": 0, "step": 1, "samples": 4}, epochs=2),
     ],
 )
-def test_total_steps_are_those_the_loader_yields(
-    size: int, batch: int, limit: int | None, progress: dict[str, int], epochs: int
-) -> None:
-    plan = BatchPlan(batch, 1, world_size=1)
-    per_epoch = made(size, plan, epoch=0, samples=0, limit=limit)
-    start = start_of(progress, size=size, steps_per_epoch=per_epoch, plan=plan)
+def test_total_steps_are_those_the_loader_yields(resumed: Resumed) -> None:
+    plan = BatchPlan(resumed.batch, 1, world_size=1)
+    per_epoch = made(resumed.size, plan, epoch=0, samples=0, limit=resumed.limit)
+    start = start_of(resumed.progress, size=resumed.size, steps_per_epoch=per_epoch, plan=plan)
     settings: Any = TrainerConfig.__new__(TrainerConfig)
-    object.__setattr__(settings, "max_epochs", epochs)
+    object.__setattr__(settings, "max_epochs", resumed.epochs)
     object.__setattr__(settings, "max_steps", None)
     left = 0
-    for epoch in range(progress["epoch"], epochs):
-        samples = progress["samples"] if epoch == progress["epoch"] else 0
-        left += made(size, plan, epoch=epoch, samples=samples, limit=limit)
-    assert total_steps(settings, steps_per_epoch=per_epoch, start=start) == progress["step"] + left
+    for epoch in range(resumed.progress["epoch"], resumed.epochs):
+        samples = resumed.progress["samples"] if epoch == resumed.progress["epoch"] else 0
+        left += made(resumed.size, plan, epoch=epoch, samples=samples, limit=resumed.limit)
+    assert total_steps(settings, steps_per_epoch=per_epoch, start=start) == resumed.progress["step"] + left
     assert total_steps(settings, steps_per_epoch=None, start=Start(1, 30)) is None

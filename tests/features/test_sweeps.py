@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,16 +192,31 @@ def test_a_sweepers_direction_follows_checkpoint_mode(section, mode, expected):
     assert sweeper_direction(section, typed=[], mode=mode, monitor="val/accuracy") == expected
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contradiction:
+    section: dict[str, Any]
+    typed: str = "seed=1"
+    mode: str = "min"
+    monitor: str | None = "val/loss"
+    named: str
+
+
 @pytest.mark.parametrize(
-    ("section", "typed", "mode", "monitor", "named"),
+    "case",
     [
-        (OPTUNA, "hydra.sweeper.direction=minimize", "max", "val/f1", "contradicts checkpoint.mode=max"),
-        ({"direction": "maximize"}, "seed=1", "min", "val/loss", "contradicts checkpoint.mode=min"),
-        ({"optim": {"maximize": True}}, "seed=1", "min", "val/loss", "optim.maximize=true contradicts"),
-        ({"direction": ["minimize", "maximize"]}, "seed=1", "min", "val/loss", "2 directions, and a job has one score"),
-        (OPTUNA, "seed=1", "min", None, "set checkpoint.monitor"),
+        Contradiction(
+            section=OPTUNA,
+            typed="hydra.sweeper.direction=minimize",
+            mode="max",
+            monitor="val/f1",
+            named="contradicts checkpoint.mode=max",
+        ),
+        Contradiction(section={"direction": "maximize"}, named="contradicts checkpoint.mode=min"),
+        Contradiction(section={"optim": {"maximize": True}}, named="optim.maximize=true contradicts"),
+        Contradiction(section={"direction": ["minimize", "maximize"]}, named="2 directions, and a job has one score"),
+        Contradiction(section=OPTUNA, monitor=None, named="set checkpoint.monitor"),
     ],
 )
-def test_a_direction_that_contradicts_is_refused(section, typed, mode, monitor, named):
-    with pytest.raises(ConfigError, match=named):
-        sweeper_direction(section, typed=[typed], mode=mode, monitor=monitor)
+def test_a_direction_that_contradicts_is_refused(case: Contradiction):
+    with pytest.raises(ConfigError, match=case.named):
+        sweeper_direction(case.section, typed=[case.typed], mode=case.mode, monitor=case.monitor)

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,29 +199,38 @@ def test_a_killed_node_may_rejoin(tmp_path: Path, port: int) -> None:
     assert results.results(trouble.run_dir(tmp_path))["steps"] == 100
 
 
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """A node that meets no other, and how it ends."""
+
+    node: int = 0
+    overrides: tuple[str, ...] = ()
+    status: int = 1
+    message: str
+
+
 @exhaustive
 @pytest.mark.parametrize(
-    ("node", "overrides", "status", "message"),
+    "alone",
     [
-        (
-            0,
-            (),
-            1,
-            "Node 1 of 2 didn't come to topology.rdzv_endpoint=127.0.0.1:{port} within backend.init_timeout=3 s",
+        Alone(
+            message="Node 1 of 2 didn't come to topology.rdzv_endpoint=127.0.0.1:{port} within backend.init_timeout=3 s"
         ),
-        (1, (), 1, "could not reach topology.rdzv_endpoint=127.0.0.1:{port}"),
+        Alone(node=1, message="could not reach topology.rdzv_endpoint=127.0.0.1:{port}"),
         # an address for documentation, which nobody has
-        (0, ("topology.rdzv_endpoint=192.0.2.1:29400",), 2, "doesn't reach itself at topology.rdzv_endpoint=192.0.2.1"),
+        Alone(
+            overrides=("topology.rdzv_endpoint=192.0.2.1:29400",),
+            status=2,
+            message="doesn't reach itself at topology.rdzv_endpoint=192.0.2.1",
+        ),
     ],
 )
-def test_a_node_that_does_not_come_is_named(
-    tmp_path: Path, port: int, node: int, overrides: tuple[str, ...], status: int, message: str
-) -> None:
+def test_a_node_that_does_not_come_is_named(tmp_path: Path, port: int, alone: Alone) -> None:
     trouble.write_recipe(tmp_path, Fault())
-    command = of_node(node, port, "backend.init_timeout=3s", *overrides)
+    command = of_node(alone.node, port, "backend.init_timeout=3s", *alone.overrides)
     result = run_framework(*command, cwd=tmp_path, timeout=START_S)
-    assert result.returncode == status
-    assert message.format(port=port) in result.stderr
+    assert result.returncode == alone.status
+    assert alone.message.format(port=port) in result.stderr
     assert not list(tmp_path.glob("outputs/*/*"))
 
 

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,46 +56,68 @@ def report(run_dir: Path) -> dict[str, Any]:
     return content
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A fault in a run of `procs` processes, and what its report says; `frame` is a function of the stack."""
+
+    fault: Fault
+    procs: int = 2
+    cause: str
+    frame: str | None = None
+
+
 @pytest.mark.parametrize(
-    ("fault", "procs", "cause", "frame"),
+    "failure",
     [
-        (Fault("SIGKILL", rank=1, phase="backward", step=5), 3, "killed by SIGKILL", None),
-        (Fault("SIGSEGV", rank=0, phase="forward", step=3), 2, "killed by SIGSEGV", "in do"),
-        (Fault("raise", rank=2, phase="optimizer", step=6), 3, "ValueError: the fault was raised", None),
-        (Fault("os._exit", rank=1, phase="evaluate", step=EVERY), 2, "exited with status 0 before", None),
-        (Fault("sys.exit", rank=0, phase="checkpoint", step=2 * EVERY), 2, "SystemExit: 3", None),
-        (Fault("sleep", rank=1, phase="data", step=6), 3, "hung; the others waited", "in do"),
-        pytest.param(Fault("SIGSTOP", rank=0, phase="forward", step=5), 2, "was stopped", "in do", marks=exhaustive),
-        pytest.param(Fault("os._exit", rank=0, phase="backward", step=9), 4, "with status 0", None, marks=exhaustive),
-        pytest.param(Fault("SIGKILL", rank=0, phase="checkpoint", step=EVERY), 2, "SIGKILL", None, marks=exhaustive),
+        Failure(fault=Fault("SIGKILL", rank=1, phase="backward", step=5), procs=3, cause="killed by SIGKILL"),
+        Failure(fault=Fault("SIGSEGV", rank=0, phase="forward", step=3), cause="killed by SIGSEGV", frame="in do"),
+        Failure(
+            fault=Fault("raise", rank=2, phase="optimizer", step=6), procs=3, cause="ValueError: the fault was raised"
+        ),
+        Failure(fault=Fault("os._exit", rank=1, phase="evaluate", step=EVERY), cause="exited with status 0 before"),
+        Failure(fault=Fault("sys.exit", rank=0, phase="checkpoint", step=2 * EVERY), cause="SystemExit: 3"),
+        Failure(
+            fault=Fault("sleep", rank=1, phase="data", step=6), procs=3, cause="hung; the others waited", frame="in do"
+        ),
+        pytest.param(
+            Failure(fault=Fault("SIGSTOP", rank=0, phase="forward", step=5), cause="was stopped", frame="in do"),
+            marks=exhaustive,
+        ),
+        pytest.param(
+            Failure(fault=Fault("os._exit", rank=0, phase="backward", step=9), procs=4, cause="with status 0"),
+            marks=exhaustive,
+        ),
+        pytest.param(
+            Failure(fault=Fault("SIGKILL", rank=0, phase="checkpoint", step=EVERY), cause="SIGKILL"), marks=exhaustive
+        ),
     ],
-    ids=lambda value: f"{value.what}-{value.phase}" if isinstance(value, Fault) else "",
+    ids=lambda failure: f"{failure.fault.what}-{failure.fault.phase}",
 )
 def test_the_first_cause_is_reported_once(
-    misbehave: Callable[..., Path], tmp_path: Path, screen: Any, fault: Fault, procs: int, cause: str, frame: str | None
+    misbehave: Callable[..., Path], tmp_path: Path, screen: Any, failure: Failure
 ) -> None:
-    timeout_s = 3.0 if FAULTS[fault.what].waits else 60.0
-    run_dir = misbehave(fault, f"backend.timeout={timeout_s}", procs=procs)
+    timeout_s = 3.0 if FAULTS[failure.fault.what].waits else 60.0
+    run_dir = misbehave(failure.fault, f"backend.timeout={timeout_s}", procs=failure.procs)
     found = report(run_dir)
     done = trouble.done(tmp_path)
     assert done is not None
     first = found["first"]
-    assert list(wrong_in_report(Case(0, procs, fault, timeout_s), first, done=done)) == []
-    assert first["step"] == fault.step - (fault.phase not in ("evaluate", "checkpoint"))
-    assert cause in first["cause"]
+    assert list(wrong_in_report(Case(0, failure.procs, failure.fault, timeout_s), first, done=done)) == []
+    assert first["step"] == failure.fault.step - (failure.fault.phase not in ("evaluate", "checkpoint"))
+    assert failure.cause in first["cause"]
     assert all(other["lost_peer"] or other["timed_out"] for other in found["others"])
-    assert fault.rank not in {other["rank"] for other in found["others"]}
-    if frame is not None:
-        assert frame in first["stacks"]
+    assert failure.fault.rank not in {other["rank"] for other in found["others"]}
+    if failure.frame is not None:
+        assert failure.frame in first["stacks"]
         assert "recipes/trouble.py" in first["stacks"]
     out, err = (stream.getvalue() for stream in screen)
     # The cursor is visible again, whoever had hidden it.
     assert SHOW_CURSOR in out
     # An exception of the user's data names the sample instead.
-    assert err.count("Traceback") == (first["kind"] == "exception" and fault.phase != "data")
+    assert err.count("Traceback") == (first["kind"] == "exception" and failure.fault.phase != "data")
     (header,) = [line for line in err.splitlines() if line.removeprefix(SHOW_CURSOR).startswith("────")]
-    assert f"Rank {fault.rank} of {procs} (pid {done['pid']})" in header
-    assert f"in {fault.phase} after step {first['step']}" in err
+    assert f"Rank {failure.fault.rank} of {failure.procs} (pid {done['pid']})" in header
+    assert f"in {failure.fault.phase} after step {first['step']}" in err
     assert results.run_file(run_dir)["status"] == "failed"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -177,28 +178,36 @@ def test_shortened_gradients_end_where_their_rule_does(
 SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """The precision of a run, and the formats of weights and reduced gradients."""
+
+    precision: Precision
+    param: str | None = None
+    reduce: str | None = None
+    tolerance: float = 1e-5
+
+
 @pytest.mark.parametrize(
-    ("precision", "param", "reduce", "tolerance"),
+    "formats",
     [
-        ("32-true", "bf16", "bf16", 1e-5),
-        ("16-mixed", "fp16", "fp16", 1e-5),
-        exhaustive("32-true", "bf16", None, 1e-5),
-        exhaustive("32-true", None, "bf16", 1e-5),
-        exhaustive("bf16-mixed", "bf16", "fp32", 1e-5),
-        exhaustive("16-mixed", "fp32", "fp16", 1e-5),
-        exhaustive("bf16-true", "bf16", "fp32", 2.0**-7),
+        Formats(precision="32-true", param="bf16", reduce="bf16"),
+        Formats(precision="16-mixed", param="fp16", reduce="fp16"),
+        exhaustive(Formats(precision="32-true", param="bf16")),
+        exhaustive(Formats(precision="32-true", reduce="bf16")),
+        exhaustive(Formats(precision="bf16-mixed", param="bf16", reduce="fp32")),
+        exhaustive(Formats(precision="16-mixed", param="fp32", reduce="fp16")),
+        exhaustive(Formats(precision="bf16-true", param="bf16", reduce="fp32", tolerance=2.0**-7)),
     ],
 )
-def test_short_weights_end_where_their_rule_does(
-    rank_pool: RankPool, precision: Precision, param: str | None, reduce: str | None, tolerance: float
-) -> None:
+def test_short_weights_end_where_their_rule_does(rank_pool: RankPool, formats: Formats) -> None:
     """Each rank computes with rounded weights; gradients are added in `reduce`; the optimizer steps whole weights."""
-    how = How("dense", precision=precision, passes=1)
+    how = How("dense", precision=formats.precision, passes=1)
     kept = next(how.model().parameters()).dtype
-    exchange = partial(rounded, SHORT[reduce] if reduce else kept)
-    wanted = expect(how, ranks=2, exchange=exchange, param=SHORT[param] if param else None)
-    policy = {"param_dtype": param, "reduce_dtype": reduce}
-    check(rank_pool.run(train, "fsdp", how, mp_policy=policy, ranks=2), wanted, tolerance=tolerance)
+    exchange = partial(rounded, SHORT[formats.reduce] if formats.reduce else kept)
+    wanted = expect(how, ranks=2, exchange=exchange, param=SHORT[formats.param] if formats.param else None)
+    policy = {"param_dtype": formats.param, "reduce_dtype": formats.reduce}
+    check(rank_pool.run(train, "fsdp", how, mp_policy=policy, ranks=2), wanted, tolerance=formats.tolerance)
 
 
 @pytest.mark.exhaustive

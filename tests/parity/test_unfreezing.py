@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -82,25 +83,33 @@ def plain(ranks: int) -> dict[str, Tensor]:
     return training.weights_of(replicas[0])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Thawing:
+    """How a model is trained, as how many copies."""
+
+    ranks: int = 3
+    strategy: str
+    options: dict[str, Any] = field(default_factory=dict)
+    copies: int = 3
+
+
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "options", "copies"),
+    "case",
     [
-        (2, "1f1b", {}, 1),
-        (3, "allreduce", {}, 3),
-        (3, "ddp", {}, 3),
-        (3, "fsdp", {}, 3),
-        (3, "local_sgd", {"warmup_steps": 100}, 3),
-        pytest.param(4, "1f1b copies", {}, 2, marks=pytest.mark.exhaustive),
-        pytest.param(2, "ddp static", {}, 2, marks=pytest.mark.exhaustive),
+        Thawing(ranks=2, strategy="1f1b", copies=1),
+        Thawing(strategy="allreduce"),
+        Thawing(strategy="ddp"),
+        Thawing(strategy="fsdp"),
+        Thawing(strategy="local_sgd", options={"warmup_steps": 100}),
+        pytest.param(Thawing(ranks=4, strategy="1f1b copies", copies=2), marks=pytest.mark.exhaustive),
+        pytest.param(Thawing(ranks=2, strategy="ddp static", copies=2), marks=pytest.mark.exhaustive),
     ],
-    ids=str,
+    ids=lambda case: case.strategy,
 )
-def test_training_ends_where_a_plain_loop_does(
-    rank_pool: RankPool, ranks: int, strategy: str, options: dict[str, Any], copies: int
-) -> None:
+def test_training_ends_where_a_plain_loop_does(rank_pool: RankPool, case: Thawing) -> None:
     """With clipping by the norm of what is trained; momentum and weight decay must not move what is frozen."""
-    for found in rank_pool.run(weights_after_thawing, strategy, options, ranks=ranks):
-        results.assert_same(found, {name: plain(copies)[name] for name in found}, tolerance=1e-9)
+    for found in rank_pool.run(weights_after_thawing, case.strategy, case.options, ranks=case.ranks):
+        results.assert_same(found, {name: plain(case.copies)[name] for name in found}, tolerance=1e-9)
 
 
 def thaw_on_one(context: Context) -> str:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +82,33 @@ def large() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(size, generator=generator)) for size in (120_000, 7)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fusing:
+    """What an optimizer is built with, and the form that it gets."""
+
+    optimizer: str = "torch.optim.SGD"
+    keywords: dict[str, Any] = field(default_factory=dict)
+    make: Callable[[], list[nn.Parameter]] = large
+    may_fuse: bool = True
+    fused: bool | None = None
+    foreach: bool | None = None
+
+
 @pytest.mark.parametrize(
-    ("name", "keywords", "make", "may_fuse", "fused", "foreach"),
+    "case",
     [
-        ("torch.optim.SGD", {}, large, True, True, None),
-        ("torch.optim.SGD", {}, large, False, None, False),
-        ("torch.optim.SGD", {"foreach": True}, large, True, None, True),
+        Fusing(fused=True),
+        Fusing(may_fuse=False, foreach=False),
+        Fusing(keywords={"foreach": True}, foreach=True),
         # The optimizer has no fused form.
-        ("torch.optim.RMSprop", {}, large, True, None, False),
-        ("torch.optim.SGD", {}, parameters, True, None, False),
+        Fusing(optimizer="torch.optim.RMSprop", foreach=False),
+        Fusing(make=parameters, foreach=False),
     ],
 )
-def test_the_fused_optimizer_is_the_default(name, keywords, make, may_fuse, fused, foreach):
-    (group,) = built_optimizer(node(name, lr=0.01, **keywords), make(), may_fuse=may_fuse).param_groups
-    assert (group.get("fused"), group["foreach"]) == (fused, foreach)
+def test_the_fused_optimizer_is_the_default(case: Fusing):
+    section = node(case.optimizer, lr=0.01, **case.keywords)
+    (group,) = built_optimizer(section, case.make(), may_fuse=case.may_fuse).param_groups
+    assert (group.get("fused"), group["foreach"]) == (case.fused, case.foreach)
 
 
 def built_optimizer(section, parameters, **options):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -144,24 +146,32 @@ def test_the_driver_is_asked_once(nvml, monkeypatch):
     assert hardware_module.count_gpus() == 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class TooMany:
+    there: tuple[Any, ...] = FOUR
+    visible: str | None = None
+    asked: int = 8
+    facts: list[str]
+
+
 @pytest.mark.parametrize(
-    ("there", "visible", "asked", "facts"),
+    "case",
     [
-        (FOUR, None, 8, ["has 4 GPUs", "trainer.gpus=4 or trainer.gpus=auto"]),
-        ((), None, 8, ["has no GPU"]),
-        (FOUR, "1", 2, ["has 1 GPU (CUDA_VISIBLE_DEVICES='1')"]),
-        (FOUR, "MIG-1,0", 3, ["has 2 GPUs"]),
+        TooMany(facts=["has 4 GPUs", "trainer.gpus=4 or trainer.gpus=auto"]),
+        TooMany(there=(), facts=["has no GPU"]),
+        TooMany(visible="1", asked=2, facts=["has 1 GPU (CUDA_VISIBLE_DEVICES='1')"]),
+        TooMany(visible="MIG-1,0", asked=3, facts=["has 2 GPUs"]),
     ],
 )
-def test_too_many_gpus_are_refused(nvml, monkeypatch, there, visible, asked, facts):
-    nvml(there, mig=("MIG-1",))
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_too_many_gpus_are_refused(nvml, monkeypatch, case: TooMany):
+    nvml(case.there, mig=("MIG-1",))
+    if case.visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", case.visible)
     with pytest.raises(TopologyError) as caught:
-        hardware_module.resolve_gpus(asked)
-    for fact in (*facts, f"trainer.gpus=0 topology.procs_per_node={asked}"):
+        hardware_module.resolve_gpus(case.asked)
+    for fact in (*case.facts, f"trainer.gpus=0 topology.procs_per_node={case.asked}"):
         assert fact in str(caught.value)
-    assert ("trainer.gpus=auto" in str(caught.value)) == bool(there)
+    assert ("trainer.gpus=auto" in str(caught.value)) == bool(case.there)
 
 
 @pytest.mark.parametrize(
@@ -235,31 +245,40 @@ def test_srun_tasks_share_their_bindings_cores(monkeypatch, environ, expected):
     assert processes_on_cores(local_rank=2, procs=4, environ=environ) == expected
 
 
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Running threads at each reading, the quota of cores, and if OpenMP may not spin."""
+
+    running: list[int]
+    quota: int | None = None
+    passive: bool = False
+
+
 @pytest.mark.parametrize(
-    ("running", "quota", "passive"),
+    "load",
     [
-        ([1], None, False),
-        ([3, 4, 3], None, True),
+        Load(running=[1]),
+        Load(running=[3, 4, 3], passive=True),
         # The other threads were busy for a moment.
-        ([9, 3, 1], None, False),
-        ([1], 3, True),
+        Load(running=[9, 3, 1]),
+        Load(running=[1], quota=3, passive=True),
         # There is no /proc.
-        ([], None, False),
+        Load(running=[]),
     ],
 )
-def test_openmp_spins_only_on_its_own_cores(monkeypatch, tmp_path, running, quota, passive):
+def test_openmp_spins_only_on_its_own_cores(monkeypatch, tmp_path, load: Load):
     def to_the_next_reading(_seconds=0.0):
         (tmp_path / "proc/loadavg").write_text(f"9.00 9.00 9.00 {readings.pop(0)}/300 4711\n")
 
-    readings = [*running, 9]
-    if running:
+    readings = [*load.running, 9]
+    if load.running:
         (tmp_path / "proc").mkdir()
         to_the_next_reading()
     monkeypatch.setattr("time.sleep", to_the_next_reading)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
-    monkeypatch.setattr(hardware_module, "_cpu_quotas", lambda _: [] if quota is None else [quota])
-    assert hardware_module.openmp_environment(tmp_path) == ({"OMP_WAIT_POLICY": "PASSIVE"} if passive else {})
+    monkeypatch.setattr(hardware_module, "_cpu_quotas", lambda _: [] if load.quota is None else [load.quota])
+    assert hardware_module.openmp_environment(tmp_path) == ({"OMP_WAIT_POLICY": "PASSIVE"} if load.passive else {})
     # One of several that begin at once counts nobody; what is granted counts.
     several = hardware_module.openmp_environment(tmp_path, alone=False)
-    assert several == ({"OMP_WAIT_POLICY": "PASSIVE"} if quota is not None else {})
+    assert several == ({"OMP_WAIT_POLICY": "PASSIVE"} if load.quota is not None else {})

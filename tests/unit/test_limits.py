@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -52,28 +52,37 @@ def test_a_positive_limit_leaves_something_and_never_adds(total: int, limit: flo
     assert bool(left) == bool(total and limit)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """20 batches or fewer, cut by `limit`, in steps of `accumulate` batches."""
+
+    limit: float | None
+    accumulate: int = 1
+    windows: int
+
+
 @pytest.mark.parametrize(
-    ("limit", "accumulate", "windows"),
+    "cut",
     [
-        (None, 1, 10),
-        (3, 1, 3),
-        (100, 1, 10),
-        (0.5, 1, 5),
+        Cut(limit=None, windows=10),
+        Cut(limit=3, windows=3),
+        Cut(limit=100, windows=10),
+        Cut(limit=0.5, windows=5),
         # There are 20 batches in 10 windows.
-        (4, 2, 2),
+        Cut(limit=4, accumulate=2, windows=2),
         # An optimizer step never starts with a part of its batches.
-        (3, 2, 2),
-        (0.5, 2, 5),
-        (1, 4, 1),
+        Cut(limit=3, accumulate=2, windows=2),
+        Cut(limit=0.5, accumulate=2, windows=5),
+        Cut(limit=1, accumulate=4, windows=1),
     ],
 )
-def test_training_is_cut_to_whole_optimizer_steps(limit: float | None, accumulate: int, windows: int) -> None:
+def test_training_is_cut_to_whole_optimizer_steps(cut: Cut) -> None:
     """Into however many parts a pipeline cuts each batch, and however many processes there are."""
-    settings = config(limit_train_batches=limit, accumulate_grad_batches=accumulate).trainer
+    settings = config(limit_train_batches=cut.limit, accumulate_grad_batches=cut.accumulate).trainer
     for parts, procs in ((1, 1), (4, 1), (1, 4)):
-        size = 4 * procs * accumulate
-        plan = plan_batches(batch_size=4, global_batch_size=size, world_size=procs, accumulate=accumulate * parts)
-        assert steps_per_epoch(settings, plan, size=10 * size - 1) == windows
+        size = 4 * procs * cut.accumulate
+        plan = plan_batches(batch_size=4, global_batch_size=size, world_size=procs, accumulate=cut.accumulate * parts)
+        assert steps_per_epoch(settings, plan, size=10 * size - 1) == cut.windows
 
 
 def test_overfitting_uses_whole_global_batches_of_all_ranks() -> None:
@@ -99,11 +108,28 @@ def test_total_steps_is_the_limit_that_comes_first() -> None:
         assert total_steps(settings, steps_per_epoch=6) == steps
 
 
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Steps to the next exchange, if there are exchanges, and to the meeting; logs are every 10 steps."""
+
+    to_exchange: int | None
+    step: int
+    found: int
+
+
 @pytest.mark.parametrize(
-    ("to_exchange", "step", "found"), [(None, 7, 2), (1, 7, 1), (9, 7, 3), (2, 7, 2), (30, 10, 10), (30, 19, 1)]
+    "meeting",
+    [
+        Meeting(to_exchange=None, step=7, found=2),
+        Meeting(to_exchange=1, step=7, found=1),
+        Meeting(to_exchange=9, step=7, found=3),
+        Meeting(to_exchange=2, step=7, found=2),
+        Meeting(to_exchange=30, step=10, found=10),
+        Meeting(to_exchange=30, step=19, found=1),
+    ],
 )
-def test_ranks_meet_at_an_exchange_or_log(to_exchange, step, found):
+def test_ranks_meet_at_an_exchange_or_log(meeting: Meeting):
     strategy: Any = Strategy()
-    if to_exchange is not None:
-        strategy.steps_to_exchange = to_exchange
-    assert steps_to_meeting(strategy, config(log_every_n_steps=10).trainer, step=step) == found
+    if meeting.to_exchange is not None:
+        strategy.steps_to_exchange = meeting.to_exchange
+    assert steps_to_meeting(strategy, config(log_every_n_steps=10).trainer, step=meeting.step) == meeting.found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -29,55 +30,81 @@ QUARTERS = {"parameters": 1 / 4, "gradients": 1 / 4, "optimizer": 1 / 4}
 HALVES = dict.fromkeys(QUARTERS, 1 / 2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """A plan, and its costs as multiples of the size of the model."""
+
+    overrides: tuple[str, ...] = ()
+    procs: int = 1
+    memory: dict[str, float] = field(default_factory=dict)
+    traffic: tuple[float, float] = (1, 1)
+    checkpoint: int = 2
+
+
 @pytest.mark.parametrize(
-    ("overrides", "procs", "memory", "traffic", "checkpoint"),
+    "case",
     [
-        ((), 1, {}, (0, 0), 2),
-        ((), 2, {}, (1, 1), 2),
-        ((), 4, {}, (1, 3 / 2), 2),
-        (("strategy=allreduce",), 1, {}, (0, 0), 2),
-        (("strategy=allreduce",), 2, {"buckets": 1}, (1, 1), 2),
-        (("strategy=butterfly",), 3, {"buckets": 1}, (1, 4 / 3), 2),
-        (("strategy=ddp", "strategy.gradient_as_bucket_view=false"), 2, {"buckets": 1}, (1, 1), 2),
+        Costs(traffic=(0, 0)),
+        Costs(procs=2),
+        Costs(procs=4, traffic=(1, 3 / 2)),
+        Costs(overrides=("strategy=allreduce",), traffic=(0, 0)),
+        Costs(overrides=("strategy=allreduce",), procs=2, memory={"buckets": 1}),
+        Costs(overrides=("strategy=butterfly",), procs=3, memory={"buckets": 1}, traffic=(1, 4 / 3)),
+        Costs(overrides=("strategy=ddp", "strategy.gradient_as_bucket_view=false"), procs=2, memory={"buckets": 1}),
         # Weights go around twice a step, gradients once; between copies of the model, shares of gradients twice.
-        (("strategy=fsdp",), 4, QUARTERS, (1, 9 / 4), 2),
-        (("strategy=fsdp", BF16), 4, QUARTERS, (1 / 2, 9 / 8), 2),
-        (("strategy=hsdp", "strategy.data_parallel_shard_degree=2"), 4, HALVES, (1, 3 / 2 + 1 / 2), 2),
+        Costs(overrides=("strategy=fsdp",), procs=4, memory=QUARTERS, traffic=(1, 9 / 4)),
+        Costs(overrides=("strategy=fsdp", BF16), procs=4, memory=QUARTERS, traffic=(1 / 2, 9 / 8)),
+        Costs(
+            overrides=("strategy=hsdp", "strategy.data_parallel_shard_degree=2"),
+            procs=4,
+            memory=HALVES,
+            traffic=(1, 3 / 2 + 1 / 2),
+        ),
         # A checkpoint has each process's errors.
-        (("strategy=ddp", "strategy.comm_hook=powersgd"), 4, {"errors": 1}, (1, 3 / 2), 2 + 4),
-        (("strategy=ddp", "strategy.comm_hook={powersgd:{use_error_feedback:false}}"), 4, {}, (1, 3 / 2), 2),
-        (("strategy=ddp", "strategy.comm_hook=bf16"), 4, {}, (1, 3 / 2), 2),
+        Costs(
+            overrides=("strategy=ddp", "strategy.comm_hook=powersgd"),
+            procs=4,
+            memory={"errors": 1},
+            traffic=(1, 3 / 2),
+            checkpoint=2 + 4,
+        ),
+        Costs(
+            overrides=("strategy=ddp", "strategy.comm_hook={powersgd:{use_error_feedback:false}}"),
+            procs=4,
+            traffic=(1, 3 / 2),
+        ),
+        Costs(overrides=("strategy=ddp", "strategy.comm_hook=bf16"), procs=4, traffic=(1, 3 / 2)),
         # A checkpoint has each process's weights and state, the mean, and what the next exchange compares with.
-        (("strategy=local_sgd",), 1, {"anchors": 1}, (0, 0), 3),
-        (
-            ("strategy=local_sgd", "strategy.every_n_steps=3", "strategy.warmup_steps=1"),
-            4,
-            {"anchors": 1, "buckets": 1},
-            (1 / 3, 1 / 2),
-            10,
+        Costs(overrides=("strategy=local_sgd",), memory={"anchors": 1}, traffic=(0, 0), checkpoint=3),
+        Costs(
+            overrides=("strategy=local_sgd", "strategy.every_n_steps=3", "strategy.warmup_steps=1"),
+            procs=4,
+            memory={"anchors": 1, "buckets": 1},
+            traffic=(1 / 3, 1 / 2),
+            checkpoint=10,
         ),
-        (
-            ("strategy=local_sgd", "strategy.every_n_steps=3", "strategy.outer_momentum=0.5"),
-            4,
-            {"anchors": 2},
-            (1 / 3, 1 / 2),
-            11,
+        Costs(
+            overrides=("strategy=local_sgd", "strategy.every_n_steps=3", "strategy.outer_momentum=0.5"),
+            procs=4,
+            memory={"anchors": 2},
+            traffic=(1 / 3, 1 / 2),
+            checkpoint=11,
         ),
-        (("callbacks=ema",), 1, {"averages": 1}, (0, 0), 4),
-        (("trainer.precision=bf16-true",), 2, HALVES, (1 / 2, 1 / 2), 1),
-        (("trainer.precision=bf16-mixed",), 2, {}, (1, 1), 2),
+        Costs(overrides=("callbacks=ema",), memory={"averages": 1}, traffic=(0, 0), checkpoint=4),
+        Costs(overrides=("trainer.precision=bf16-true",), procs=2, memory=HALVES, traffic=(1 / 2, 1 / 2), checkpoint=1),
+        Costs(overrides=("trainer.precision=bf16-mixed",), procs=2),
     ],
 )
-def test_memory_traffic_and_checkpoint(overrides, procs, memory, traffic, checkpoint):
+def test_memory_traffic_and_checkpoint(case: Costs):
     """As multiples of the size of the model, whose optimizer keeps one value for each parameter."""
-    found = facts("recipe=toy", "optimizer.momentum=0.9", *overrides, model=LARGE, procs=procs)
+    found = facts("recipe=toy", "optimizer.momentum=0.9", *case.overrides, model=LARGE, procs=case.procs)
     usual = {"parameters": 1, "gradients": 1, "optimizer": 1}
     names = ("buckets", "buffers", "averages", "anchors", "errors")
-    wanted = {**usual, **dict.fromkeys(names, 0), **memory}
+    wanted = {**usual, **dict.fromkeys(names, 0), **case.memory}
     assert {name: size / LARGE_BYTES for name, size in found["memory"].items()} == wanted
     sizes = found["traffic"]["reduced"], found["traffic"]["ring_per_rank"]
-    assert [size / LARGE_BYTES for size in sizes] == pytest.approx(traffic)
-    assert found["checkpoint"] / LARGE_BYTES == pytest.approx(checkpoint, rel=0.01)
+    assert [size / LARGE_BYTES for size in sizes] == pytest.approx(case.traffic)
+    assert found["checkpoint"] / LARGE_BYTES == pytest.approx(case.checkpoint, rel=0.01)
 
 
 def test_facts_of_a_strategy_that_shards_the_model():
@@ -119,27 +146,72 @@ def test_frozen_parameters_take_memory_alone():
     assert (found["memory"]["optimizer"], found["traffic"]["reduced"]) == (2 * 16 + 4, 16)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """A plan, its batch sizes, and its steps of an epoch and in all."""
+
+    overrides: tuple[str, ...] = ()
+    procs: int = 1
+    global_size: int
+    per_rank: int
+    per_forward: int = 20
+    accumulate: int = 1
+    per_epoch: int
+    total: int
+
+
 @pytest.mark.parametrize(
-    ("overrides", "procs", "batch", "steps"),
+    "case",
     [
-        ((), 1, (20, 20, 20, 1), (80, 800)),
-        ((), 3, (60, 20, 20, 1), (27, 270)),
-        (("trainer.accumulate_grad_batches=2",), 2, (80, 40, 20, 2), (20, 200)),
-        (("data.global_batch_size=64",), 4, (64, 16, 16, 1), (25, 250)),
-        (("data.global_batch_size=10",), 4, (10, 3, 3, 1), (160, 1600)),
-        (("trainer.limit_train_batches=0.5", "trainer.max_epochs=3"), 2, (40, 20, 20, 1), (20, 60)),
-        (("trainer.max_steps=7",), 1, (20, 20, 20, 1), (80, 7)),
-        (("trainer.overfit_batches=3",), 2, (40, 20, 20, 1), (3, 30)),
-        (("trainer.fast_dev_run=2",), 2, (40, 20, 20, 1), (2, 2)),
+        Steps(global_size=20, per_rank=20, per_epoch=80, total=800),
+        Steps(procs=3, global_size=60, per_rank=20, per_epoch=27, total=270),
+        Steps(
+            overrides=("trainer.accumulate_grad_batches=2",),
+            procs=2,
+            global_size=80,
+            per_rank=40,
+            accumulate=2,
+            per_epoch=20,
+            total=200,
+        ),
+        Steps(
+            overrides=("data.global_batch_size=64",),
+            procs=4,
+            global_size=64,
+            per_rank=16,
+            per_forward=16,
+            per_epoch=25,
+            total=250,
+        ),
+        Steps(
+            overrides=("data.global_batch_size=10",),
+            procs=4,
+            global_size=10,
+            per_rank=3,
+            per_forward=3,
+            per_epoch=160,
+            total=1600,
+        ),
+        Steps(
+            overrides=("trainer.limit_train_batches=0.5", "trainer.max_epochs=3"),
+            procs=2,
+            global_size=40,
+            per_rank=20,
+            per_epoch=20,
+            total=60,
+        ),
+        Steps(overrides=("trainer.max_steps=7",), global_size=20, per_rank=20, per_epoch=80, total=7),
+        Steps(overrides=("trainer.overfit_batches=3",), procs=2, global_size=40, per_rank=20, per_epoch=3, total=30),
+        Steps(overrides=("trainer.fast_dev_run=2",), procs=2, global_size=40, per_rank=20, per_epoch=2, total=2),
     ],
 )
-def test_batches_and_steps(overrides, procs, batch, steps):
-    found = facts("recipe=toy", *overrides, procs=procs)
+def test_batches_and_steps(case: Steps):
+    found = facts("recipe=toy", *case.overrides, procs=case.procs)
     sizes = found["batch"]
-    most = (sizes["per_rank"]["most"], sizes["per_forward"]["most"])
-    assert (sizes["global"], *most, sizes["accumulate_grad_batches"]) == batch
-    assert sizes["per_rank"]["least"] == sizes["global"] // procs
-    assert (found["steps"]["per_epoch"], found["steps"]["total"]) == steps
+    assert (sizes["global"], sizes["accumulate_grad_batches"]) == (case.global_size, case.accumulate)
+    assert sizes["per_rank"] == {"least": case.global_size // case.procs, "most": case.per_rank}
+    assert sizes["per_forward"]["most"] == case.per_forward
+    assert (found["steps"]["per_epoch"], found["steps"]["total"]) == (case.per_epoch, case.total)
 
 
 def test_a_debug_run_keeps_the_whole_schedule():
@@ -193,41 +265,71 @@ RECORDING = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A plan, and the error that training would end with."""
+
+    overrides: tuple[str, ...] = ()
+    procs: int = 1
+    error: type[Exception] = ConfigError
+    said: str
+
+
 @pytest.mark.parametrize(
-    ("overrides", "procs", "error", "said"),
+    "case",
     [
-        (("strategy=single",), 2, TopologyError, "strategy=single is for one process"),
-        (("strategy=ddp", "strategy.comm_hook=fp32"), 2, ConfigError, "comm_hook=fp32: use one of fp16"),
-        (("strategy=ddp", "strategy.sync_batchnorm=true"), 2, ConfigError, "sync_batchnorm=true needs GPUs"),
-        (("strategy=fsdp", "callbacks=ema"), 2, ConfigError, "callbacks.ema keeps a whole copy of the model"),
-        (
-            ("strategy=fsdp", "strategy.mp_policy.param_dtype=fp16"),
-            2,
-            ConfigError,
-            "fp16 can't go with trainer.precision=32-true",
+        Refusal(
+            overrides=("strategy=single",), procs=2, error=TopologyError, said="strategy=single is for one process"
         ),
-        (
-            ("strategy=ddp", "trainer.precision=16-mixed", "strategy.comm_hook=powersgd"),
-            2,
-            ConfigError,
-            "Use trainer.precision=bf16-mixed",
+        Refusal(overrides=("strategy=ddp", "strategy.comm_hook=fp32"), procs=2, said="comm_hook=fp32: use one of fp16"),
+        Refusal(
+            overrides=("strategy=ddp", "strategy.sync_batchnorm=true"), procs=2, said="sync_batchnorm=true needs GPUs"
         ),
-        (("strategy=local_sgd", "trainer.precision=16-mixed"), 2, ConfigError, "Under strategy=local_sgd each process"),
-        (("strategy=local_sgd", RECORDING), 2, ConfigError, "job=parity compares what each process has"),
-        (("strategy=pipeline", RECORDING), 2, ConfigError, "strategy=pipeline can't go with job=parity"),
-        ((), 1601, DataError, "The train dataset has 1600 samples for 1601 processes"),
-        (("data.global_batch_size=3",), 4, ConfigError, "less than one sample for each of the 4 forward passes"),
-        (("trainer.activation_checkpointing=[Blok]",), 1, ConfigError, "ToyModel has no module of the class Blok"),
-        (("+optimizer.mu=1",), 1, TargetError, "optimizer.mu: torch.optim.SGD has no such keyword"),
-        (("data.datasets._target_=recipes.toy.no",), 1, TargetError, "there is no no in recipes.toy"),
-        (("+data.datasets.val_fraction=0",), 1, ConfigError, "checkpoint.monitor=val/loss is never computed"),
-        (("callbacks=ema", "callbacks.ema.decay=2"), 1, ConfigError, "decay=2 is not between 0 and 1"),
+        Refusal(
+            overrides=("strategy=fsdp", "callbacks=ema"), procs=2, said="callbacks.ema keeps a whole copy of the model"
+        ),
+        Refusal(
+            overrides=("strategy=fsdp", "strategy.mp_policy.param_dtype=fp16"),
+            procs=2,
+            said="fp16 can't go with trainer.precision=32-true",
+        ),
+        Refusal(
+            overrides=("strategy=ddp", "trainer.precision=16-mixed", "strategy.comm_hook=powersgd"),
+            procs=2,
+            said="Use trainer.precision=bf16-mixed",
+        ),
+        Refusal(
+            overrides=("strategy=local_sgd", "trainer.precision=16-mixed"),
+            procs=2,
+            said="Under strategy=local_sgd each process",
+        ),
+        Refusal(overrides=("strategy=local_sgd", RECORDING), procs=2, said="job=parity compares what each process has"),
+        Refusal(overrides=("strategy=pipeline", RECORDING), procs=2, said="strategy=pipeline can't go with job=parity"),
+        Refusal(procs=1601, error=DataError, said="The train dataset has 1600 samples for 1601 processes"),
+        Refusal(
+            overrides=("data.global_batch_size=3",),
+            procs=4,
+            said="less than one sample for each of the 4 forward passes",
+        ),
+        Refusal(
+            overrides=("trainer.activation_checkpointing=[Blok]",), said="ToyModel has no module of the class Blok"
+        ),
+        Refusal(
+            overrides=("+optimizer.mu=1",), error=TargetError, said="optimizer.mu: torch.optim.SGD has no such keyword"
+        ),
+        Refusal(
+            overrides=("data.datasets._target_=recipes.toy.no",),
+            error=TargetError,
+            said="there is no no in recipes.toy",
+        ),
+        Refusal(overrides=("+data.datasets.val_fraction=0",), said="checkpoint.monitor=val/loss is never computed"),
+        Refusal(overrides=("callbacks=ema", "callbacks.ema.decay=2"), said="decay=2 is not between 0 and 1"),
     ],
 )
-def test_what_training_would_refuse_is_refused(overrides, procs, error, said):
-    with pytest.raises(error) as caught:
-        facts("recipe=toy", *overrides, procs=procs)
-    assert said in str(caught.value)
+def test_what_training_would_refuse_is_refused(case: Refusal):
+    with pytest.raises(case.error) as caught:
+        facts("recipe=toy", *case.overrides, procs=case.procs)
+    assert case.said in str(caught.value)
 
 
 def test_a_failing_optimizer_leaves_the_rest_known():

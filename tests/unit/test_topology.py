@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from itertools import chain, product
 
 import pytest
@@ -95,31 +96,59 @@ def test_ranks_are_numbered_node_by_node(nnodes, procs, gpus):
     assert topology.world_size == nnodes * procs
 
 
+@dataclass(frozen=True, kw_only=True)
+class Impossible:
+    procs: int | None = None
+    span: int | None = None
+    least: int = 1
+    share: bool = False
+    gpus: int = 8
+    messages: list[str]
+
+
 @pytest.mark.parametrize(
-    ("settings", "share", "gpus", "messages"),
+    "case",
     [
-        (
-            (3, None, 1),
-            False,
-            8,
-            ["trainer.gpus=8 can't", "with topology.procs_per_node=3.\nUse trainer.gpus=3, "],
+        Impossible(
+            procs=3,
+            messages=["trainer.gpus=8 can't", "with topology.procs_per_node=3.\nUse trainer.gpus=3, "],
         ),
-        ((3, None, 1), False, 8, ["or topology.procs_per_node=8 or 4 or 2 or 1."]),
-        ((3, None, 2), False, 8, ["Use trainer.gpus=6, or topology.procs_per_node=4 or 2 or 1."]),
-        ((None, 3, 1), False, 8, ["gpus_per_process=3.\nUse trainer.gpus=6, or topology.gpus_per_process=1 or 2 or "]),
-        ((2, 3, 1), False, 8, ["Use trainer.gpus=6, or leave one of the two out (auto)."]),
-        ((None, 1, 2), False, 8, ["topology.gpus_per_process=1 is less than the model needs"]),
-        ((8, None, 2), False, 8, ["procs_per_node=8 and topology.min_gpus_per_process=2.\nUse trainer.gpus=16, or "]),
-        ((8, None, 2), False, 8, ["or topology.procs_per_node=4 or 2 or 1, or share GPUs: ", "trainer.gpus=0"]),
-        ((None, None, 2), False, 5, ["Use trainer.gpus=4, or topology.procs_per_node=1."]),
-        ((2, None, 1), True, 8, ["share_gpus=true needs topology.gpus_per_process: say how many of the 8 GPUs"]),
-        ((2, 3, 1), True, 8, ["uses 6 of trainer.gpus=8", "Use trainer.gpus=6, or topology.procs_per_node=3 or more."]),
+        Impossible(procs=3, messages=["or topology.procs_per_node=8 or 4 or 2 or 1."]),
+        Impossible(procs=3, least=2, messages=["Use trainer.gpus=6, or topology.procs_per_node=4 or 2 or 1."]),
+        Impossible(
+            span=3,
+            messages=["gpus_per_process=3.\nUse trainer.gpus=6, or topology.gpus_per_process=1 or 2 or "],
+        ),
+        Impossible(procs=2, span=3, messages=["Use trainer.gpus=6, or leave one of the two out (auto)."]),
+        Impossible(span=1, least=2, messages=["topology.gpus_per_process=1 is less than the model needs"]),
+        Impossible(
+            procs=8,
+            least=2,
+            messages=["procs_per_node=8 and topology.min_gpus_per_process=2.\nUse trainer.gpus=16, or "],
+        ),
+        Impossible(
+            procs=8,
+            least=2,
+            messages=["or topology.procs_per_node=4 or 2 or 1, or share GPUs: ", "trainer.gpus=0"],
+        ),
+        Impossible(least=2, gpus=5, messages=["Use trainer.gpus=4, or topology.procs_per_node=1."]),
+        Impossible(
+            procs=2,
+            share=True,
+            messages=["share_gpus=true needs topology.gpus_per_process: say how many of the 8 GPUs"],
+        ),
+        Impossible(
+            procs=2,
+            span=3,
+            share=True,
+            messages=["uses 6 of trainer.gpus=8", "Use trainer.gpus=6, or topology.procs_per_node=3 or more."],
+        ),
     ],
 )
-def test_an_impossible_topology_is_refused_with_advice(settings, share, gpus, messages):
+def test_an_impossible_topology_is_refused_with_advice(case: Impossible):
     with pytest.raises(TopologyError) as caught:
-        resolve_topology(asked(*settings, share_gpus=share), gpus=gpus)
-    assert [message for message in messages if message not in str(caught.value)] == []
+        resolve_topology(asked(case.procs, case.span, case.least, share_gpus=case.share), gpus=case.gpus)
+    assert [message for message in case.messages if message not in str(caught.value)] == []
 
 
 @given(procs=OPTIONAL, span=OPTIONAL, least=st.integers(1, 3), gpus=st.integers(1, 9), share=st.booleans())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -341,18 +341,33 @@ def test_unusable_losses_and_predictions_are_refused() -> None:
         trainer.fit()
 
 
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """The step with a loss that is not finite, and the intervals of logs and checkpoints."""
+
+    bad: int
+    value: float
+    log_every: int = 100
+    save_every: int | None = None
+
+
 @pytest.mark.parametrize(
-    ("bad", "value", "log_every", "save_every"),
-    [(7, math.nan, 5, 5), (1, math.inf, 100, 100), (7, math.inf, 100, 2), (12, math.nan, 100, None)],
+    "case",
+    [
+        NonFinite(bad=7, value=math.nan, log_every=5, save_every=5),
+        NonFinite(bad=1, value=math.inf, save_every=100),
+        NonFinite(bad=7, value=math.inf, save_every=2),
+        NonFinite(bad=12, value=math.nan),
+    ],
 )
-def test_a_non_finite_loss_stops_without_saving(
-    tmp_path: Path, bad: int, value: float, log_every: int, save_every: int | None
-) -> None:
-    checkpoints = save_every and manager(tmp_path, every_n_steps=save_every)
-    how = settings(log_every_n_steps=log_every)
-    with pytest.raises(RunError, match=rf"since step {bad} \(epoch \d\)"):
-        make_trainer(how, task=BadAt(bad, value=value), checkpoints=checkpoints or None).fit()
-    assert saved_steps(tmp_path) == [step for step in range(1, bad) if save_every and step % save_every == 0]
+def test_a_non_finite_loss_stops_without_saving(tmp_path: Path, case: NonFinite) -> None:
+    checkpoints = case.save_every and manager(tmp_path, every_n_steps=case.save_every)
+    how = settings(log_every_n_steps=case.log_every)
+    with pytest.raises(RunError, match=rf"since step {case.bad} \(epoch \d\)"):
+        make_trainer(how, task=BadAt(case.bad, value=case.value), checkpoints=checkpoints or None).fit()
+    assert saved_steps(tmp_path) == [
+        step for step in range(1, case.bad) if case.save_every and step % case.save_every == 0
+    ]
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,32 +63,42 @@ def chosen(dataset: Any, device: torch.device = CPU, **asked: Any) -> TensorSamp
     return source.num_workers if isinstance(source, LoadedBatches) else source.samples
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """Data, what was asked for, and how it is loaded: by `workers` processes, or from memory."""
+
+    dataset: Any
+    asked: dict[str, Any] = field(default_factory=dict)
+    workers: int | None = None
+    said: str = "resident"
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
-    ("dataset", "asked", "workers", "said"),
+    "case",
     [
-        (TENSORS, {}, None, "resident in the memory of cpu (4.00 kB)"),
-        (TENSORS, {"num_workers": 0}, None, "resident"),
-        (OWN, {"kind": RESIDENT}, None, "resident"),
-        (OWN, {}, 8, "loaded by 8 worker process(es)"),
-        (JOINED, {}, 8, "loaded by 8 worker process(es)"),
-        (JOINED, {"kind": RESIDENT}, None, "resident"),
-        (OWN, {"procs_on_node": 4}, 3, "worker process(es)"),
-        (OWN, {"procs_on_node": 4, "procs_on_cores": 2}, 7, "worker process(es)"),
-        (OWN, {"procs_on_node": 16}, 0, "in this process"),
-        (OWN, {"num_workers": 0}, 0, "in this process"),
-        (TENSORS, {"num_workers": 2}, 2, "loaded by 2"),
-        (TENSORS, {"kind": DATALOADER}, 8, "loaded by 8"),
-        (TENSORS, {"kind": DATALOADER, "num_workers": 0}, 0, "in this process"),
+        Loading(dataset=TENSORS, said="resident in the memory of cpu (4.00 kB)"),
+        Loading(dataset=TENSORS, asked={"num_workers": 0}),
+        Loading(dataset=OWN, asked={"kind": RESIDENT}),
+        Loading(dataset=OWN, workers=8, said="loaded by 8 worker process(es)"),
+        Loading(dataset=JOINED, workers=8, said="loaded by 8 worker process(es)"),
+        Loading(dataset=JOINED, asked={"kind": RESIDENT}),
+        Loading(dataset=OWN, asked={"procs_on_node": 4}, workers=3, said="worker process(es)"),
+        Loading(dataset=OWN, asked={"procs_on_node": 4, "procs_on_cores": 2}, workers=7, said="worker process(es)"),
+        Loading(dataset=OWN, asked={"procs_on_node": 16}, workers=0, said="in this process"),
+        Loading(dataset=OWN, asked={"num_workers": 0}, workers=0, said="in this process"),
+        Loading(dataset=TENSORS, asked={"num_workers": 2}, workers=2, said="loaded by 2"),
+        Loading(dataset=TENSORS, asked={"kind": DATALOADER}, workers=8, said="loaded by 8"),
+        Loading(dataset=TENSORS, asked={"kind": DATALOADER, "num_workers": 0}, workers=0, said="in this process"),
     ],
 )
-def test_data_is_resident_or_loaded_by_workers(dataset, asked, workers, said, caplog):
+def test_data_is_resident_or_loaded_by_workers(caplog, case: Loading):
     """Tensors stay where they are; what may change from epoch to epoch is loaded; what was asked for is done."""
     with caplog.at_level("INFO", "framework"):
-        found = chosen(dataset, logs=True, **asked)
-    assert said in caplog.text
-    assert (None if isinstance(found, TensorSamples) else found) == workers
-    if isinstance(found, TensorSamples) and dataset is TENSORS:
+        found = chosen(case.dataset, logs=True, **case.asked)
+    assert case.said in caplog.text
+    assert (None if isinstance(found, TensorSamples) else found) == case.workers
+    if isinstance(found, TensorSamples) and case.dataset is TENSORS:
         assert found.tensors[0].data_ptr() == TENSORS.tensors[0].data_ptr()
 
 

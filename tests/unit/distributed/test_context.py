@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import pytest
 import torch
 
@@ -15,44 +18,69 @@ def four_gpus(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A rank in its topology, and what it owns."""
+
+    topology: Topology
+    node_rank: int = 0
+    local_rank: int
+    backend_name: Literal["auto", "gloo"] = "auto"
+    rank: int
+    devices: list[str]
+    backend: str
+
+
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize(
-    ("topology", "place", "name", "rank", "devices", "backend"),
+    "place",
     [
-        (Topology(nnodes=1, procs_per_node=2, gpus_per_node=0, span=2), (0, 1), "auto", 1, ["cpu", "cpu"], "gloo"),
-        (
-            Topology(nnodes=3, procs_per_node=2, gpus_per_node=4, span=2),
-            (2, 1),
-            "auto",
-            5,
-            ["cuda:2", "cuda:3"],
-            "nccl",
+        Place(
+            topology=Topology(nnodes=1, procs_per_node=2, gpus_per_node=0, span=2),
+            local_rank=1,
+            rank=1,
+            devices=["cpu", "cpu"],
+            backend="gloo",
         ),
-        (
-            Topology(nnodes=3, procs_per_node=2, gpus_per_node=4, span=2),
-            (0, 0),
-            "gloo",
-            0,
-            ["cuda:0", "cuda:1"],
-            "gloo",
+        Place(
+            topology=Topology(nnodes=3, procs_per_node=2, gpus_per_node=4, span=2),
+            node_rank=2,
+            local_rank=1,
+            rank=5,
+            devices=["cuda:2", "cuda:3"],
+            backend="nccl",
+        ),
+        Place(
+            topology=Topology(nnodes=3, procs_per_node=2, gpus_per_node=4, span=2),
+            local_rank=0,
+            backend_name="gloo",
+            rank=0,
+            devices=["cuda:0", "cuda:1"],
+            backend="gloo",
         ),
         # Shared GPUs wrap around.
-        (
-            Topology(nnodes=1, procs_per_node=3, gpus_per_node=4, span=2),
-            (0, 2),
-            "auto",
-            2,
-            ["cuda:0", "cuda:1"],
-            "gloo",
+        Place(
+            topology=Topology(nnodes=1, procs_per_node=3, gpus_per_node=4, span=2),
+            local_rank=2,
+            rank=2,
+            devices=["cuda:0", "cuda:1"],
+            backend="gloo",
         ),
     ],
 )
-def test_a_rank_owns_its_span_of_devices(topology, place, name, rank, devices, backend):
-    context = make_context(topology, node_rank=place[0], local_rank=place[1], backend_name=name)
-    assert (context.rank, context.world_size, context.is_main) == (rank, topology.world_size, rank == 0)
-    assert [str(device) for device in context.devices] == devices
-    assert str(context.device) == devices[0]
-    assert context.backend == backend
+def test_a_rank_owns_its_span_of_devices(place: Place):
+    context = make_context(
+        place.topology,
+        node_rank=place.node_rank,
+        local_rank=place.local_rank,
+        backend_name=place.backend_name,
+    )
+    assert context.rank == place.rank
+    assert context.world_size == place.topology.world_size
+    assert context.is_main == (place.rank == 0)
+    assert [str(device) for device in context.devices] == place.devices
+    assert str(context.device) == place.devices[0]
+    assert context.backend == place.backend
 
 
 def test_what_torch_or_the_machine_lacks_is_refused(monkeypatch, four_gpus):

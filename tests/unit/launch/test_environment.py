@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,19 +153,37 @@ def test_a_process_without_a_rank_is_untouched(environ):
     assert detect(environ) is None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """Variables beside those of Kubernetes, and the rank that they make."""
+
+    added: dict[str, str] = field(default_factory=dict)
+    rank: int = 1
+    local_rank: int = 0
+    node_rank: int = 1
+    nnodes: int = 4
+    procs_per_node: int = 1
+
+
 @pytest.mark.parametrize(
-    ("added", "rank", "local_rank", "node_rank", "nnodes", "procs_per_node"),
+    "pod",
     [
-        ({}, 1, 0, 1, 4, 1),
-        ({"PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto"}, 1, 0, 1, 4, 1),
+        Pod(),
+        Pod(added={"PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto"}),
         # The variables were set by hand.
-        ({"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 3, 1, 1, 2, 2),
+        Pod(
+            added={"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            rank=3,
+            local_rank=1,
+            nnodes=2,
+            procs_per_node=2,
+        ),
     ],
 )
-def test_kubernetes_is_seen(added, rank, local_rank, node_rank, nnodes, procs_per_node):
-    cluster = found({**KUBERNETES, **added})
-    assert (cluster.rank, cluster.local_rank, cluster.node_rank) == (rank, local_rank, node_rank)
-    assert (cluster.nnodes, cluster.procs_per_node) == (nnodes, procs_per_node)
+def test_kubernetes_is_seen(pod: Pod):
+    cluster = found({**KUBERNETES, **pod.added})
+    assert (cluster.rank, cluster.local_rank, cluster.node_rank) == (pod.rank, pod.local_rank, pod.node_rank)
+    assert (cluster.nnodes, cluster.procs_per_node) == (pod.nnodes, pod.procs_per_node)
     assert (cluster.host, cluster.port) == ("job-master-0", 23456)
 
 

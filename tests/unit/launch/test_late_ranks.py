@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,37 +47,51 @@ def done(rank: int, **changes: Any) -> RankState:
     return state(rank, **{"done": True, **changes})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """The ranks of a node, how far other nodes are, and who is waited for."""
+
+    ranks: list[RankState]
+    elsewhere: Progress | None = None
+    late: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
 @pytest.mark.parametrize(
-    ("ranks", "elsewhere", "late", "seconds"),
+    "case",
     [
-        ([state(rank, still_s=50.0) for rank in range(4)], None, [], 0.0),
+        Waiting(ranks=[state(rank, still_s=50.0) for rank in range(4)]),
         # since the last of the others came
-        ([state(0, still_s=9.0), less(1, still_s=30.0), state(2, still_s=4.0)], None, [1], 4.0),
-        ([meeting(0, still_s=6.0), starting(1, pid=0, silent_s=0.0), meeting(2, still_s=5.0)], None, [1], 5.0),
-        ([starting(0, still_s=60.0), starting(1, pid=0, still_s=60.0)], None, [], 0.0),
-        *(([meeting(0), starting(1, phase=phase)], None, [], 0.0) for phase in (RankPhase.BUILDING, RankPhase.DATA)),
+        Waiting(ranks=[state(0, still_s=9.0), less(1, still_s=30.0), state(2, still_s=4.0)], late=[1], seconds=4.0),
+        Waiting(
+            ranks=[meeting(0, still_s=6.0), starting(1, pid=0, silent_s=0.0), meeting(2, still_s=5.0)],
+            late=[1],
+            seconds=5.0,
+        ),
+        Waiting(ranks=[starting(0, still_s=60.0), starting(1, pid=0, still_s=60.0)]),
+        *(Waiting(ranks=[meeting(0), starting(1, phase=phase)]) for phase in (RankPhase.BUILDING, RankPhase.DATA)),
         # stopped: since then, for the others may be still for reasons of their own
-        ([state(0, still_s=9.0), state(1, stopped=True, silent_s=3.0, still_s=9.0)], None, [1], 3.0),
-        ([state(0, still_s=2.0), less(1), state(2, stopped=True)], None, [2, 1], 2.0),
+        Waiting(
+            ranks=[state(0, still_s=9.0), state(1, stopped=True, silent_s=3.0, still_s=9.0)], late=[1], seconds=3.0
+        ),
+        Waiting(ranks=[state(0, still_s=2.0), less(1), state(2, stopped=True)], late=[2, 1], seconds=2.0),
         # a job that is suspended as a whole
-        ([state(rank, stopped=True, silent_s=99.0) for rank in range(3)], None, [], 0.0),
-        ([state(0, still_s=1.0), state(1, silent_s=99.0), less(2)], None, [2], 0.1),
+        Waiting(ranks=[state(rank, stopped=True, silent_s=99.0) for rank in range(3)]),
+        Waiting(ranks=[state(0, still_s=1.0), state(1, silent_s=99.0), less(2)], late=[2], seconds=0.1),
         # ended or done: it isn't waited for, but may wait
-        ([state(0), less(1, alive=False), less(2, done=True)], None, [], 0.0),
-        ([done(0, still_s=40.0), done(1, alive=False, still_s=41.0), state(2, phase=RankPhase.CLOSING)], None, [], 0.0),
-        ([done(0, still_s=40.0), state(1, stopped=True, silent_s=60.0)], None, [1], 40.0),
-        ([state(0, alive=False, still_s=9.0), less(1)], None, [1], 0.0),
+        Waiting(ranks=[state(0), less(1, alive=False), less(2, done=True)]),
+        Waiting(ranks=[done(0, still_s=40.0), done(1, alive=False, still_s=41.0), state(2, phase=RankPhase.CLOSING)]),
+        Waiting(ranks=[done(0, still_s=40.0), state(1, stopped=True, silent_s=60.0)], late=[1], seconds=40.0),
+        Waiting(ranks=[state(0, alive=False, still_s=9.0), less(1)], late=[1]),
         # other nodes wait too
-        ([less(0), less(1)], Progress(20, 7.0), [0, 1], 7.0),
-        ([less(0), less(1)], Progress(18, 7.0), [], 0.0),
-        ([starting(0, stopped=True)], Progress(0, 7.0), [0], 0.0),
+        Waiting(ranks=[less(0), less(1)], elsewhere=Progress(20, 7.0), late=[0, 1], seconds=7.0),
+        Waiting(ranks=[less(0), less(1)], elsewhere=Progress(18, 7.0)),
+        Waiting(ranks=[starting(0, stopped=True)], elsewhere=Progress(0, 7.0), late=[0]),
     ],
 )
-def test_who_is_waited_for_and_how_long(
-    ranks: list[RankState], elsewhere: Progress | None, late: list[int], seconds: float
-) -> None:
-    found, waited_s = waited_for(ranks, elsewhere=elsewhere)
-    assert ([each.rank for each in found], waited_s) == (late, seconds)
+def test_who_is_waited_for_and_how_long(case: Waiting) -> None:
+    found, waited_s = waited_for(case.ranks, elsewhere=case.elsewhere)
+    assert ([each.rank for each in found], waited_s) == (case.late, case.seconds)
 
 
 def test_how_far_the_foremost_ranks_are() -> None:

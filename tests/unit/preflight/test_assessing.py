@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -210,28 +211,40 @@ def links_at(*rates: float, nodes: tuple[int, ...] = (0, 1, 2)) -> dict[str, Any
     return {"ranks": ranks, "links": links}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Slowest:
+    """Measured links, the slowest, and how many times slower than its kind it is."""
+
+    given: dict[str, Any]
+    ranks: list[int]
+    times: float
+    stands_out: bool = False
+
+
 @pytest.mark.parametrize(
-    ("given", "ranks", "times", "stands_out"),
+    "case",
     [
-        (links_at(800.0, 1000.0, 100.0), [1, 2], 8.0, True),
-        (links_at(800.0, 1000.0, 900.0), [0, 1], 1.125, False),
+        Slowest(given=links_at(800.0, 1000.0, 100.0), ranks=[1, 2], times=8.0, stands_out=True),
+        Slowest(given=links_at(800.0, 1000.0, 900.0), ranks=[0, 1], times=1.125),
         # A single fast link makes none of the others slow.
-        (links_at(374.0, 417.0, 3065.0), [0, 1], 417 / 374, False),
-        (links_at(1000.0, 90.0, 100.0), [0, 2], 100 / 90, False),
-        (links_at(400.0, 1000.0, 10.0), [1, 2], 40.0, True),
-        (links_at(1000.0, 100.0), [0, 2], 5.5, True),
-        (links_at(7.0), [0, 1], 1.0, False),
+        Slowest(given=links_at(374.0, 417.0, 3065.0), ranks=[0, 1], times=417 / 374),
+        Slowest(given=links_at(1000.0, 90.0, 100.0), ranks=[0, 2], times=100 / 90),
+        Slowest(given=links_at(400.0, 1000.0, 10.0), ranks=[1, 2], times=40.0, stands_out=True),
+        Slowest(given=links_at(1000.0, 100.0), ranks=[0, 2], times=5.5, stands_out=True),
+        Slowest(given=links_at(7.0), ranks=[0, 1], times=1.0),
         # Those within a node are compared among themselves.
-        (links_at(9000.0, 4000.0, 100.0, nodes=(0, 0, 0)), [1, 2], 40.0, True),
-        ({"links": [*links_at(9000.0, nodes=(0, 0, 1))["links"], *links_at(100.0)["links"]]}, [0, 1], 1.0, False),
+        Slowest(given=links_at(9000.0, 4000.0, 100.0, nodes=(0, 0, 0)), ranks=[1, 2], times=40.0, stands_out=True),
+        Slowest(
+            given={"links": [*links_at(9000.0, nodes=(0, 0, 1))["links"], *links_at(100.0)["links"]]},
+            ranks=[0, 1],
+            times=1.0,
+        ),
     ],
 )
-def test_the_slowest_link_compared_with_its_kind(
-    given: dict[str, Any], ranks: list[int], times: float, stands_out: bool
-) -> None:
-    slow = assessed(given)["slowest_link"]
-    assert (slow["ranks"], slow["stands_out"]) == (ranks, stands_out)
-    assert slow["times_slower"] == pytest.approx(times)
+def test_the_slowest_link_compared_with_its_kind(case: Slowest) -> None:
+    slow = assessed(case.given)["slowest_link"]
+    assert (slow["ranks"], slow["stands_out"]) == (case.ranks, case.stands_out)
+    assert slow["times_slower"] == pytest.approx(case.times)
 
 
 def test_the_shown_median_is_the_compared_one() -> None:

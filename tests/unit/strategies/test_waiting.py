@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -57,17 +58,24 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def watch(context: Context, name: str, steps: list[tuple[bool, bool]]) -> tuple[bool, list[list[str]]]:
-    """Give whether waiting is known, and what is reported in each step. steps: (synchronises, leaves out a layer)."""
+class Step(NamedTuple):
+    """A forward and backward pass: if gradients are exchanged, and if the last layer takes no part."""
+
+    synchronise: bool = True
+    leaves_out: bool = False
+
+
+def watch(context: Context, name: str, steps: list[Step]) -> tuple[bool, list[list[str]]]:
+    """Give whether waiting is known, and what is reported in each step."""
     seen = Seen()
     strategy = STRATEGIES[name](context=context)
     wrapped = strategy.wrap(Layers(seen))
     known = strategy.observe_waiting(wrapped, seen)
     found = []
-    for synchronise, leaves_out in steps:
+    for step in steps:
         seen.seen.clear()
-        with strategy.accumulate(wrapped, synchronise=synchronise):
-            wrapped(torch.randn(3, 2), leaves_out=leaves_out).sum().backward()
+        with strategy.accumulate(wrapped, synchronise=step.synchronise):
+            wrapped(torch.randn(3, 2), leaves_out=step.leaves_out).sum().backward()
         if name == "local_sgd":
             strategy.after_update(wrapped)
         found.append(list(seen.seen))
@@ -78,25 +86,36 @@ ALL = ["gradient"] * 4
 SOME = ["gradient"] * 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """A strategy and its steps; if waiting is known, and what is reported in each step."""
+
+    name: str
+    steps: list[Step]
+    known: bool = True
+    wanted: list[list[str]]
+
+
 @pytest.mark.parametrize(
-    ("name", "steps", "known", "wanted"),
+    "watched",
     [
-        ("ddp", [(True, False), (True, False)], True, [[*ALL, "waits"], [*ALL, "waits"]]),
+        Watched(name="ddp", steps=[Step(), Step()], wanted=[[*ALL, "waits"], [*ALL, "waits"]]),
         # Without the last layer's that isn't known.
-        (
-            "ddp unused",
-            [(True, False), (True, True), (False, True)],
-            True,
-            [[*ALL, "waits"], [*SOME, "not known"], SOME],
+        Watched(
+            name="ddp unused",
+            steps=[Step(), Step(leaves_out=True), Step(synchronise=False, leaves_out=True)],
+            wanted=[[*ALL, "waits"], [*SOME, "not known"], SOME],
         ),
-        ("allreduce", [(False, False), (True, False)], True, [ALL, [*ALL, "waits", "continues"]]),
+        Watched(name="allreduce", steps=[Step(synchronise=False), Step()], wanted=[ALL, [*ALL, "waits", "continues"]]),
         # A step of warm-up, then an average in every second.
-        ("local_sgd", [(True, False)] * 3, True, [[*ALL, "waits", "continues"], ALL, [*ALL, "waits", "continues"]]),
+        Watched(
+            name="local_sgd",
+            steps=[Step()] * 3,
+            wanted=[[*ALL, "waits", "continues"], ALL, [*ALL, "waits", "continues"]],
+        ),
         # It waits in the midst of backward.
-        ("ddp powersgd", [(True, False)], False, [ALL]),
+        Watched(name="ddp powersgd", steps=[Step()], known=False, wanted=[ALL]),
     ],
 )
-def test_waiting_starts_once_local_gradients_exist(
-    rank_pool: RankPool, name: str, steps: list[tuple[bool, bool]], known: bool, wanted: list[list[str]]
-) -> None:
-    assert rank_pool.run(watch, name, steps, ranks=2) == [(known, wanted)] * 2
+def test_waiting_starts_once_local_gradients_exist(rank_pool: RankPool, watched: Watched) -> None:
+    assert rank_pool.run(watch, watched.name, watched.steps, ranks=2) == [(watched.known, watched.wanted)] * 2
