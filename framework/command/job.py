@@ -42,6 +42,8 @@ class Job:
     needs_ranks: ClassVar[bool] = True
     # True: it needs `checkpoint.path`, and `work` gets the model with these weights.
     needs_weights: ClassVar[bool] = False
+    # True: it works on a model with the weights of `checkpoint.path`, or as it is built if there is none.
+    takes_weights: ClassVar[bool] = False
     # True: it needs `runs=[RUN,…]`, the runs that it reads.
     needs_runs: ClassVar[bool] = False
     # False: it is about one run, so it can't be part of a sweep (-m).
@@ -96,7 +98,7 @@ class Job:
         """Return `results`, if any, then the checkpoint that was used, the run directory and its logs."""
         path = display_path(run_dir.path)
         facts = [("run", path), ("logs", f"{path}/logs")]
-        if self.needs_weights:
+        if config.checkpoint.path is not None:
             facts.insert(0, ("checkpoint", display_path(Path(str(config.checkpoint.path)))))
         lines = [""]
         if results:
@@ -111,7 +113,7 @@ class Job:
         from framework.engine.setup import setup_rank
         from framework.engine.work import joined
 
-        with setup_rank(arguments, link) as setup, joined(setup, arguments, needs_weights=self.needs_weights) as model:
+        with setup_rank(arguments, link) as setup, joined(setup, arguments, with_model=self.needs_weights) as model:
             results = self.work(setup, model)
             if results is not None and setup.context.is_main:
                 setup.run_dir.update_run({"results": dict(results)})
@@ -182,7 +184,7 @@ def _weights_mistakes(job: Job, config: Config) -> Iterator[str]:
     path = config.checkpoint.path
     if job.needs_weights and path is None:
         yield f"job={config.job} needs weights: checkpoint.path=outputs/RECIPE/RUN, or one of its checkpoints."
-    if path is not None and not job.needs_weights:
+    if path is not None and not (job.needs_weights or job.takes_weights):
         names = [name for name in JOBS if load_job(name).needs_weights]
         yield (
             f"checkpoint.path={path} is for job={', '.join(names)} and your functions. To train, use resume=RUN to "

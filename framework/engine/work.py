@@ -17,17 +17,18 @@ from framework.monitoring.rank_status import RankPhase
 
 
 @contextmanager
-def joined(setup: RankSetup, arguments: RankArguments, *, needs_weights: bool) -> Iterator[nn.Module | None]:
+def joined(setup: RankSetup, arguments: RankArguments, *, with_model: bool) -> Iterator[nn.Module | None]:
     """Join the process group, and leave it when every rank has ended the block. Every rank must enter it.
 
-    Yields the model with the weights of `checkpoint.path`, in evaluation mode; None unless `needs_weights`.
+    Yields the model in evaluation mode, with the weights of `checkpoint.path` if that is set. Without `with_model`,
+    yields None.
     """
     rank_status = setup.link.rank_status
     rank_status.set_phase(RankPhase.MEETING)
     group = process_group(setup.context, setup.config.backend, rendezvous=arguments.rendezvous)
     with group, setup.link.recording():
         model = None
-        if needs_weights:
+        if with_model:
             model = trained_model(setup).model.eval()
 
         rank_status.set_phase(RankPhase.FUNCTION)
@@ -38,8 +39,12 @@ def joined(setup: RankSetup, arguments: RankArguments, *, needs_weights: bool) -
 
 
 def trained_model(setup: RankSetup) -> Assembled:
-    """Return the model with the weights of `checkpoint.path`. Every rank must call it, inside the process group."""
+    """Return the model with the weights of `checkpoint.path`, or as it is built if there is none.
+
+    Every rank must call it, inside the process group.
+    """
+    path = setup.config.checkpoint.path
     setup.link.rank_status.set_phase(RankPhase.BUILDING)
-    assembled = assemble(setup.requested, setup.context, weights=Path(str(setup.config.checkpoint.path)))
+    assembled = assemble(setup.requested, setup.context, weights=None if path is None else Path(path))
     setup.link.rank_status.set_phase(RankPhase.EVALUATE)
     return assembled

@@ -1,4 +1,4 @@
-"""`job=package.module.function checkpoint.path=CHECKPOINT`: a user's function with a trained model. No torch here."""
+"""`job=package.module.function`: a user's function with the model, trained if there is a checkpoint. No torch here."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class Function(Job):
-    """Call the function that `job` names on every rank, with the weights of `checkpoint.path`."""
+    """Call the function that `job` names on every rank, with the weights of `checkpoint.path` if that is set."""
 
-    needs_weights = True
+    takes_weights = True
 
     def title(self, config: Config) -> str:
         return f"Calling {config.job} with"

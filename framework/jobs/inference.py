@@ -77,9 +77,10 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
 
 
 def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
-    """Call the function that `job` names, `function(model, **args)`, with the weights of `checkpoint.path`.
+    """Call the function that `job` names: `function(model, **args)`.
 
-    It also gets `config`, `run_dir` and `context`, those that its signature has. The model is in evaluation mode.
+    The model has the weights of `checkpoint.path`, or those it is built with, and is in evaluation mode. The function
+    also gets `config`, `run_dir` and `context`, those that its signature has.
     """
     with setup_rank(arguments, link) as setup:
         config = setup.config
@@ -98,7 +99,7 @@ def call_rank(arguments: RankArguments, link: MonitorLink) -> None:
         for name, value in offered.items():
             if name not in config.args and takes(node, name):
                 keywords[name] = value
-        with joined(setup, arguments, needs_weights=True) as model:
+        with joined(setup, arguments, with_model=True) as model:
             function(model, **keywords, **config.args)
 
 

@@ -14,7 +14,7 @@ from framework.config.optimizers import Pattern
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.sharded import layout_of
-from framework.errors import ConfigError, RunError
+from framework.errors import ConfigError, RunError, TargetError
 
 _SHOWN = 4
 _requires_grad = operator.attrgetter("requires_grad")
@@ -117,6 +117,20 @@ class Trainable:
     def has_changed(self) -> bool:
         """Return True if any `requires_grad` differs from what it was. Called in every step."""
         return list(map(_requires_grad, self._named.values())) != self._flags
+
+    def check_all_known(self, model: nn.Module) -> None:
+        """Raise TargetError for a parameter that was made since, as in a forward: no optimizer or other rank has it."""
+        known = set(map(id, self._named.values()))
+        late = []
+        for name, parameter in model.named_parameters():
+            if name not in self._named and id(parameter) not in known:
+                late.append(name)
+        if late:
+            raise TargetError(
+                f"{type(model).__name__} has made {first_few(late)} after the start of the training, such as in its "
+                "forward. No optimizer trains it, and other processes have another one.\n"
+                "Make every parameter in __init__. What isn't trained is a buffer: self.register_buffer(name, tensor)"
+            )
 
     def update(self) -> dict[str, bool]:
         """Take the flags as they are now; return the new ones of the parameters that changed, by name.

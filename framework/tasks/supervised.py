@@ -82,7 +82,8 @@ class Supervised:
         reduction = getattr(loss, "reduction", "mean")
         if isinstance(loss, partial):
             reduction = loss.keywords.get("reduction", reduction)
-        if reduction != "mean":
+        # KLDivLoss's name for the mean over samples; its "mean" is over all numbers.
+        if reduction not in ("mean", "batchmean"):
             raise ConfigError(
                 f"task.loss: {_name_of(loss)} has reduction={reduction!r}. Use reduction='mean': the framework "
                 "weights every batch by its samples, and reduces over batches and processes itself."
@@ -192,6 +193,8 @@ class Supervised:
 
     def _compute_loss(self, output: Any, target: Tensor) -> Tensor:
         """Raises DataError if output and target don't fit a loss of torch's."""
+        if self._wants_equal_shapes and not isinstance(output, Tensor):
+            raise self._shape_error(output, target, reason="the output must be a tensor")
         if self._wants_equal_shapes and output.shape != target.shape:
             raise self._shape_error(
                 output, target, reason="they must be the same; broadcasting would compare wrong pairs"
@@ -201,16 +204,22 @@ class Supervised:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             # The latter may come from an earlier kernel.
             raise
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             if type(self.loss).__module__.startswith("torch.nn."):
                 raise self._shape_error(output, target, reason=str(error).partition("\n")[0]) from error
             raise
 
     def _shape_error(self, output: Any, target: Tensor, *, reason: str) -> DataError:
+        advice = "Choose another model or loss, or change what data.datasets gives."
+        if not isinstance(output, Tensor):
+            advice = (
+                "Return one tensor from the model's forward, or compute the loss by a function of your own that takes "
+                "(output, target): task.loss._target_=package.module.function +task.loss._partial_=true"
+            )
         return DataError(
             f"The model's output doesn't fit task.loss ({type(self.loss).__name__}): {reason}\n"
             f"  output: {describe(output)}\n  target: {describe(target)}\n"
-            "Choose another model or loss, or change what data.datasets gives."
+            f"{advice}"
         )
 
 

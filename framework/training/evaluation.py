@@ -130,7 +130,7 @@ class Evaluator:
         stand_in = nullcontext() if micro.num_samples else isolated(self.task)
         with self.precision.autocast(), stand_in:
             output = self.task.validation_step(self.model, self.precision.convert_batch(micro.batch))
-        if is_first:
+        if is_first or not isinstance(output, StepOutput):
             check_output(output, self.task, "validation_step")
         if self.captures_graphs:
             output = copied(output)

@@ -27,7 +27,12 @@ def check_output(output: Any, task: Task, method: str) -> None:
 def _problem_of(output: Any, *, is_trained: bool) -> str | None:
     """Return what is wrong with an output and what to return instead; None if nothing is."""
     if not isinstance(output, StepOutput):
-        return f"{describe(output)}. Return framework.StepOutput(loss, num_samples, metrics={{}})."
+        advice = "Return framework.StepOutput(loss, num_samples, metrics={})."
+        if output is None and is_trained:
+            advice += (
+                " To leave a batch out, return 0 * loss and num_samples=0: every process takes part in every step."
+            )
+        return f"{describe(output)}. {advice}"
     # Any: a user's code may have put anything there.
     loss: Any = output.loss
     if not isinstance(loss, Tensor) or loss.numel() != 1:

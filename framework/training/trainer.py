@@ -180,6 +180,7 @@ class Trainer:
                 if answer is not None:
                     self._handle(answer)
             if progress.step - self.start_step == 1:
+                state.trainable.check_all_known(state.bare_model)
                 self._after_first_step()
 
             if self.logbook.is_due(progress.step):
@@ -262,7 +263,7 @@ class Trainer:
             else:
                 output = phase.step(state.model, batch, **keywords)
 
-        if self.progress.step == self.start_step:
+        if self.progress.step == self.start_step or not isinstance(output, StepOutput):
             check_output(output, state.task, f"phases: {phase.name}" if phase.name else "training_step")
         if is_first and output.media is not None:
             self.logbook.keep_media(output.media, phase=phase.name)
@@ -631,7 +632,7 @@ class Trainer:
 
     def _add_output(self, output: StepOutput, num_samples: int, scale: float) -> Tensor:
         """Return the loss to go backward from, for a strategy that runs windows itself."""
-        if self.progress.step == self.start_step:
+        if self.progress.step == self.start_step or not isinstance(output, StepOutput):
             check_output(output, self.state.task, "training_step")
         if output.num_samples:
             self.state.meter.add(output, step=self.progress.step + 1)

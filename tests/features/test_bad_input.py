@@ -202,12 +202,36 @@ def test_output_that_mismatches_the_loss_names_both_shapes(command):
     assert "output: a tensor of shape (200, 4), float32\n  target: a tensor of shape (200, 5), float32\n" in answer.err
 
 
+LBFGS = "optimizer._target_=torch.optim.LBFGS ~optimizer.momentum ~optimizer.weight_decay ~optimizer.nesterov"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("model._target_=own.Lazy", "first batch: layers.0 (LazyLinear), layers.1 (LazyBatchNorm1d)."),
+        ("model._target_=own.Late", "Late has made scale after the start of the training, such as in its forward."),
+        (
+            "model._target_=own.Pair",
+            "  output: a tuple of 2\n  target: a tensor of shape (200, 5), float32\nReturn one",
+        ),
+        ("~task +task._target_=own.Forgetful", "Forgetful.training_step returned None. Return framework.StepOutput("),
+        (LBFGS, "the step of LBFGS needs a closure"),
+    ],
+    ids=["lazy", "late", "pair", "none", "closure"],
+)
+def test_code_that_does_not_fit_a_training(command, overrides, said):
+    answer = command(*SHORT, *overrides.split())
+    assert answer.status == 2
+    assert said in answer.err
+    assert len(answer.err.splitlines()) <= 5
+
+
 BAD_DATA = ("data.datasets._target_=own.pictures", "~data.datasets.num_samples", "~data.datasets.seed")
 OWN = """
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from framework import Datasets
+from framework import Datasets, StepOutput
 class Pictures(Dataset):
     def __len__(self): return 40
     def __getitem__(self, i):
@@ -219,4 +243,28 @@ class Narrow(nn.Module):
         super().__init__()
         self.layer = nn.Linear(10, 4)
     def forward(self, x): return self.layer(x)
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d())
+    def forward(self, x): return self.layers(x)
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(10, 5)
+    def forward(self, x):
+        if not hasattr(self, "scale"): self.scale = nn.Parameter(torch.ones(5))
+        return self.layer(x) * self.scale
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(10, 5)
+    def forward(self, x): return self.layer(x), x
+class Forgetful:
+    step = 0
+    def training_step(self, model, batch):
+        self.step += 1
+        if self.step < 3: return self.validation_step(model, batch)
+    def validation_step(self, model, batch):
+        return StepOutput((model(batch[0]) - batch[1]).square().mean(), len(batch[1]))
 """

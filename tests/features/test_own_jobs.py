@@ -87,9 +87,12 @@ def test_wrong_functions_and_arguments_are_refused(train, folder, trained, capfd
     assert re.search(said, capfd.readouterr().err)
 
 
-def test_a_function_needs_weights_and_reports_failures(train, folder, trained, capfd):
-    train("job=mine.plain", "recipe=toy", "args.times=3", status=2)
-    assert "job=mine.plain needs weights" in capfd.readouterr().err
+def test_a_function_without_a_checkpoint_gets_the_model_as_built(train, folder):
+    run_dir = train("job=mine.ask", "recipe=toy", "args.times=2", f"path.outputs={folder}/outputs")
+    assert json.loads((run_dir / "asked_0").read_text()) == [0, 1.0, 2, "x", "toy", 165]
+
+
+def test_a_function_that_raises_is_reported(train, folder, trained):
     outputs = f"path.outputs={folder}/outputs"
     run_dir = train("job=mine.plain", "args.times=3", f"checkpoint.path={trained}", outputs, status=1)
     assert json.loads((run_dir / "failure.json").read_text())["first"]["exception"] == "ValueError: times 3"

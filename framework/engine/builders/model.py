@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import device, nn
+from torch.nn.parameter import is_lazy
 
 from framework.config.schema import Node
 from framework.config.targets import takes, without_freeze
 from framework.distributed.context import Context
 from framework.engine.builders.objects import build_object, wrong_result
-from framework.errors import ConfigError, TopologyError
+from framework.errors import ConfigError, TargetError, TopologyError
 from framework.optim.precision import task_modules
 from framework.strategies.parameters import chosen
 from framework.types import Task
@@ -40,6 +41,7 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
     model = build_object("model", node, devices=devices)
     if not isinstance(model, nn.Module):
         raise wrong_result("model", node, model, expected="a torch.nn.Module")
+    _check_sizes_are_known(model)
 
     if patterns:
         for parameter in chosen(model, patterns, key="model.freeze"):
@@ -47,6 +49,26 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
     if takes_devices or num_stages is not None:
         return model
     return model.to(context.device)
+
+
+def _check_sizes_are_known(model: nn.Module) -> None:
+    """Raise TargetError for nn.LazyLinear and the like: optimizer, other processes and checkpoints need the sizes."""
+    lazy = [(name, module) for name, module in model.named_modules() if _is_uninitialized(module)]
+    if not lazy:
+        return
+    names = ", ".join(f"{name} ({type(module).__name__})" for name, module in lazy)
+    raise TargetError(
+        f"model: {type(model).__name__} has modules whose sizes aren't known before its first batch: {names}. The "
+        "optimizer, the other processes and checkpoints need them.\n"
+        "Write the sizes, as in nn.Linear(in_features, out_features), or end the model's __init__ with a first batch:\n"
+        "    with torch.no_grad():\n"
+        "        self(torch.zeros(2, ...))  # the shape of two samples"
+    )
+
+
+def _is_uninitialized(module: nn.Module) -> bool:
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return any(is_lazy(tensor) for tensor in tensors)
 
 
 def _device_of_stages(context: Context) -> device:

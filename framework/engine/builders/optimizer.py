@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -64,8 +65,19 @@ def build_one_optimizer(
     optimizer = build_object(config.key, node, params, **form, **offered)
     if not isinstance(optimizer, Optimizer):
         raise wrong_result(config.key, node, optimizer, expected="a torch.optim.Optimizer")
+    _check_needs_no_closure(optimizer, config)
     skip_profiler_mark(optimizer)
     return optimizer
+
+
+def _check_needs_no_closure(optimizer: Optimizer, config: OptimizerConfig) -> None:
+    """Raise ConfigError for an optimizer such as LBFGS, whose step computes the loss itself."""
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"{config.key}: the step of {type(optimizer).__name__} needs a closure, to compute the loss several times, "
+            "and a run computes it once in a step.\nUse an optimizer that needs none, such as optimizer=adam."
+        )
 
 
 def _implementation(node: Node, parameters: Sequence[nn.Parameter], *, may_fuse: bool) -> dict[str, bool]:

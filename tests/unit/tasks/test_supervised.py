@@ -88,6 +88,17 @@ def test_what_is_no_mean_loss_is_refused(model):
             Supervised(loss=nn.CrossEntropyLoss(reduction=reduction))
 
 
+def test_the_mean_over_samples_has_another_name_in_one_loss():
+    task = Supervised(loss=nn.KLDivLoss(reduction="batchmean"))
+    scores = nn.LogSoftmax(dim=1)
+    input_ = torch.randn(6, 4)
+    target = torch.randn(6, 4).softmax(dim=1)
+    whole = task.training_step(scores, [input_, target])
+    parts = [task.training_step(scores, [input_[part], target[part]]) for part in (slice(2), slice(2, 6))]
+    weighted = sum(part.loss * part.num_samples for part in parts) / whole.num_samples
+    torch.testing.assert_close(weighted, whole.loss)
+
+
 def test_target_and_loss_follow_the_outputs_device():
     class EndsElsewhere(nn.Module):
         def forward(self, x):
