@@ -29,14 +29,14 @@ from framework.errors import CheckpointError
 from framework.system.files import FileFacts as FileFacts
 from framework.system.files import parse_json
 
+# The version that is written, and the newest that is read. Version 1 had no sharded models.
 FORMAT_VERSION = 2
-"""The version that is written, and the newest that is read. Version 1 had no sharded models."""
 
+# The entries of a checkpoint's state; each is one file.
 PARTS = ("model", "training", "generators")
-"""The entries of a checkpoint's state; each is one file."""
 
+# The folder of a sharded model's files; there is no model.pt then.
 SHARDS = "sharded"
-"""The folder of a sharded model's files; there is no model.pt then."""
 SHARDS_INDEX = f"{SHARDS}/.metadata"
 
 MANIFEST_NAME = "manifest.json"
@@ -66,7 +66,10 @@ def step_of(name: str) -> int | None:
     if match is None:
         return None
     step = int(match[1])
-    return step if step_name(step) == name else None
+    # step_0000000012 isn't how 12 is written.
+    if step_name(step) != name:
+        return None
+    return step
 
 
 def steps_of(names: Iterable[str]) -> set[int]:
@@ -84,7 +87,7 @@ def steps_of(names: Iterable[str]) -> set[int]:
 class Manifest:
     step: int
     epoch: int
-    # Of the evaluation of these weights, empty without one. Infinite ones are read back as NaN.
+    # The metrics of an evaluation of these weights, empty without one. Infinite ones are read back as NaN.
     metrics: Mapping[str, float]
     files: Mapping[str, FileFacts]
     framework_version: str

@@ -19,8 +19,8 @@ _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _SAFETENSORS = "model.safetensors"
 _PYTORCH = "pytorch_model.bin"
 _INDEX = ".index.json"
+# The files of weights in a folder of transformers, in the order in which it looks for them.
 _IN_FOLDER = (_SAFETENSORS, f"{_SAFETENSORS}{_INDEX}", _PYTORCH, f"{_PYTORCH}{_INDEX}")
-"""The files of weights in a folder of transformers, in the order in which it looks for them."""
 
 
 # A checkpoint that is given as a directory
@@ -212,4 +212,6 @@ def _what_is_near(path: Path) -> str:
         folder /= "checkpoints"
     names = sorted(entry.name for entry in folder.iterdir())
     close = nearest(path.name, names)
-    return f"Did you mean {folder / close}?" if close else describe_others(folder / path.name)
+    if close:
+        return f"Did you mean {folder / close}?"
+    return describe_others(folder / path.name)

@@ -67,8 +67,9 @@ class CheckpointManager:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # At most one save is being written: the next one waits for it.
         self._writing: Future[None] | None = None
-        # Why the last save failed.
+        # Why the last save failed; None if it didn't.
         self._failure: str | None = None
+        # When the last save began.
         self._saved_s = time.monotonic()
 
         if is_writer:
@@ -121,17 +122,20 @@ class CheckpointManager:
             check_plain(value, name="" if part == "training" else part)
 
         shards: Shards | None = state.get("shards")
-        tensors = {} if shards is None else shards.tensors
-        if self._settings.asynchronous:
-            parts, tensors = self._snapshots.take((parts, tensors))
         if shards is not None:
-            shards = replace(shards, tensors=tensors, group=self._shard_group)
+            shards = replace(shards, group=self._shard_group)
 
-        write_state = partial(self._write, parts, shards, step=step, epoch=epoch, metrics=dict(metrics or {}))
-        if self._settings.asynchronous:
-            self._writing = self._thread.submit(write_state)
+        write_now = partial(self._write, step=step, epoch=epoch, metrics=dict(metrics or {}))
+        if not self._settings.asynchronous:
+            write_now(parts, shards)
+            return
+        # The thread writes copies, since training changes the state meanwhile.
+        if shards is None:
+            parts = self._snapshots.take(parts)
         else:
-            write_state()
+            parts, tensors = self._snapshots.take((parts, shards.tensors))
+            shards = replace(shards, tensors=tensors)
+        self._writing = self._thread.submit(write_now, parts, shards)
 
     def wait(self) -> str | None:
         """Wait until nothing is being written. Return why the last save failed, and the last good checkpoint.
@@ -157,14 +161,14 @@ class CheckpointManager:
             writing.result()
 
     def _write(
-        self, state: Mapping[str, Any], shards: Shards | None, *, step: int, epoch: int, metrics: Mapping[str, float]
+        self, parts: Mapping[str, Any], shards: Shards | None, *, step: int, epoch: int, metrics: Mapping[str, float]
     ) -> None:
-        """Write the checkpoint and, on the writer, do everything that follows from it."""
+        """Write the checkpoint; on the writer move the pointers, and delete what isn't kept."""
         try:
             self._snapshots.wait()
             write(
                 self._storage,
-                state,
+                parts,
                 step=step,
                 epoch=epoch,
                 metrics=metrics,
@@ -191,7 +195,9 @@ class CheckpointManager:
     def best(self) -> Manifest | None:
         """The manifest of the best checkpoint; None without one, and on ranks other than the writer. `wait` first."""
         ranking = self._retention.ranking()
-        return self._storage.manifest_or_none(step_name(ranking[0])) if ranking else None
+        if not ranking:
+            return None
+        return self._storage.manifest_or_none(step_name(ranking[0]))
 
     def resume_from(self, step: int, *, damaged: Collection[int] = ()) -> None:
         """Rank only undamaged checkpoints up to `step`. The next save deletes later ones, unless all are kept."""
@@ -200,7 +206,7 @@ class CheckpointManager:
             return
         self._move_best()
         if not self._retention.ranking() and BEST in self._storage.pointers():
-            # It names an abandoned one.
+            # `best` names a checkpoint that is abandoned or damaged.
             self._storage.delete(BEST)
 
     def _point_and_delete(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -50,8 +50,10 @@ def load_progress(directory: Path) -> dict[str, int]:
 def load_weights(model: nn.Module, state_dict: Mapping[str, Any], *, source: object) -> None:
     """Copy every tensor of `state_dict` into `model` (unwrapped), onto its devices, and its shard into a sharded one.
 
-    source: where the weights come from, for the message. Raises CheckpointError if names or shapes differ; the model is
-    partly changed then.
+    Raises CheckpointError if names or shapes differ; the model is partly changed then.
+
+    Args:
+        source: Where the weights come from, for the message.
     """
     own = model.state_dict()
     sharded = dict(state_dict)

@@ -20,8 +20,8 @@ from framework.distributed.collectives import gather_to_first
 from framework.distributed.context import Context
 
 REPLICAS = "replicas"
+# The entries of `training` that each replica has of its own.
 _OWN = ("model", "optimizer", "callbacks", "task")
-"""The entries of `training` that each replica has of its own."""
 
 _log = logging.getLogger("framework")
 
@@ -29,8 +29,11 @@ _log = logging.getLogger("framework")
 def gather_replicas(own: Mapping[str, Any], context: Context) -> list[dict[str, Any]]:
     """Return on rank 0 what `own` is on each other rank; on other ranks an empty list. Every rank must call it.
 
-    own: `model` (a state dict), `optimizer`, `callbacks` and `task`, on any device; the returned tensors are on the
-    CPU. Raises CheckpointError for what a checkpoint can't hold.
+    Raises CheckpointError for what a checkpoint can't hold.
+
+    Args:
+        own: `model` (a state dict), `optimizer`, `callbacks` and `task`, on any device; the returned tensors are on the
+            CPU.
     """
     check_plain(own)
     file = io.BytesIO()
@@ -86,7 +89,9 @@ def _mean(values: Sequence[Any]) -> Any:
         if any(len(value) != len(first) for value in values):
             return first
         return type(first)(map(_mean, zip(*values, strict=True)))
-    return _mean_tensor(values) if isinstance(first, Tensor) else first
+    if isinstance(first, Tensor):
+        return _mean_tensor(values)
+    return first
 
 
 def _mean_tensor(tensors: Sequence[Tensor]) -> Tensor:

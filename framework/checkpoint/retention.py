@@ -18,15 +18,17 @@ class Retention:
 
     def __init__(self, settings: CheckpointConfig) -> None:
         self._settings = settings
-        # step → the monitored metric, NaN if there is none.
+        # The monitored metric of each step; NaN if there is none.
         self._scores: dict[int, float] = {}
-        # Steps after the one that training was resumed from.
+        # Checkpoints of steps after the one that training was resumed from.
         self._abandoned: set[int] = set()
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Rank a checkpoint, by the metrics of an evaluation of its weights."""
         monitor = self._settings.monitor
-        self._scores[step] = math.nan if monitor is None else metrics.get(monitor, math.nan)
+        self._scores[step] = math.nan
+        if monitor is not None and monitor in metrics:
+            self._scores[step] = metrics[monitor]
         self._abandoned.discard(step)
 
     def remove(self, step: int) -> None:

@@ -25,9 +25,10 @@ from framework.checkpoint.shards import Shards, read_index, read_shards, tensors
 from framework.checkpoint.storage import LocalStorage
 from framework.distributed.sharded import is_dtensor, layout_of, shard_like
 
+# The entry of `training` that says what is in the shards.
 NOTE = "sharded"
-"""The entry of `training` that says what is in the shards."""
 
+# How the names of shards begin.
 _MODEL = "model."
 _OPTIMIZER = "optimizer."
 
@@ -40,7 +41,7 @@ def split_state(model: nn.Module, optimizer: Optimizer) -> tuple[Shards, dict[st
     in its state, name in the shards]. Every rank must call it: ranks with stages communicate.
     """
     layout = layout_of(model)
-    # First: it leaves only the sharded parameters in the model, which are the optimizer's.
+    # The model's state comes first: taking it leaves only the sharded parameters in the model, which the optimizer has.
     state = model.state_dict()
     tensors: dict[str, Tensor] = {}
     # The model's entries that are no tensors.
@@ -54,7 +55,11 @@ def split_state(model: nn.Module, optimizer: Optimizer) -> tuple[Shards, dict[st
     split = _split_optimizer(model, optimizer)
     tensors |= split.tensors
     if layout is None:
-        tensors = {name: tensor for number, (name, tensor) in enumerate(tensors.items()) if _writes(tensor, number)}
+        own_tensors = {}
+        for number, (name, tensor) in enumerate(tensors.items()):
+            if _writes(tensor, number):
+                own_tensors[name] = tensor
+        tensors = own_tensors
         whole = split.plain
     else:
         whole = _merged(_gather(split.plain), groups=split.plain.groups)
@@ -70,9 +75,9 @@ def split_state(model: nn.Module, optimizer: Optimizer) -> tuple[Shards, dict[st
 class _PlainState(NamedTuple):
     """What of an optimizer's state dict isn't in the shards. Parameters have their numbers in the whole model."""
 
-    # Number of the parameter → its state without the tensors that are in the shards.
+    # By the number of the parameter, its state without the tensors that are in the shards.
     entries: dict[int, dict[str, Any]]
-    # (number of the parameter, name in its state) → name in the shards.
+    # By the number of the parameter and the name in its state, the name in the shards.
     keys: dict[tuple[int, str], str]
     groups: list[dict[str, Any]]
 
@@ -112,7 +117,11 @@ def _split_optimizer(model: nn.Module, optimizer: Optimizer) -> _SplitOptimizer:
 
 
 def _merged(of_ranks: Sequence[_PlainState], *, groups: Sequence[Mapping[str, Any]]) -> _PlainState:
-    """Return what all ranks have together, each of its stages. groups: this rank's own."""
+    """Return what all ranks have together, each of its stages.
+
+    Args:
+        groups: This rank's own groups.
+    """
     entries: dict[int, dict[str, Any]] = {}
     keys: dict[tuple[int, str], str] = {}
     for state in of_ranks:
@@ -164,7 +173,9 @@ def load_sharded(directory: Path, model: nn.Module, optimizer: Optimizer | None 
     if layout_of(model) is not None:
         # The numbers of the parameters are those of this rank's stages.
         own_groups = optimizer.state_dict()["param_groups"]
-        groups = [{**group, "params": own_group["params"]} for group, own_group in zip(groups, own_groups, strict=True)]
+        groups = []
+        for group, own_group in zip(saved["param_groups"], own_groups, strict=True):
+            groups.append({**group, "params": own_group["params"]})
     state["training"] = {
         **state["training"],
         "optimizer": {**saved, "state": entries, "param_groups": groups},
@@ -177,7 +188,8 @@ def load_whole(
 ) -> dict[str, Any]:
     """Return parts of a sharded checkpoint as if it had never been sharded. Needs no process group.
 
-    map_location: where the model's tensors go.
+    Args:
+        map_location: Where the model's tensors go.
     """
     index = read_index(directory, manifest)
     storage, checkpoint = LocalStorage.of(directory)
@@ -302,13 +314,13 @@ def _own_sharded_state(
     return state
 
 
-def _own_entries(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+def _own_entries(model: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return what this rank has of a whole state dict, and what no rank has: that is another model's."""
     layout = layout_of(model)
     if layout is None:
-        return dict(given)
+        return dict(whole)
     own = model.state_dict()
-    return {name: value for name, value in given.items() if name in own or name not in layout.names}
+    return {name: value for name, value in whole.items() if name in own or name not in layout.names}
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype, *, like: Tensor) -> Tensor:
@@ -330,9 +342,8 @@ def _shard(value: Tensor, *, like: Tensor) -> Tensor:
 
 
 def _read_all(directory: Path, index: Metadata, *, prefix: str) -> dict[str, Tensor]:
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in tensors_of(index, prefix=prefix).items()
-    }
+    tensors = {}
+    for name, entry in tensors_of(index, prefix=prefix).items():
+        tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     read_shards(directory, index, tensors)
     return tensors

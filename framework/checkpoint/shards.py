@@ -51,7 +51,8 @@ class Shards:
     tensors: Mapping[str, Tensor]
     # Where each shard belongs.
     items: list[WriteItem]
-    # All ranks; used for nothing else, so that each may wait for the slowest while training continues.
+    # A group of all ranks. It is used for nothing else, so that each rank may wait for the slowest while training
+    # continues.
     group: dist.ProcessGroup | None = None
 
     @staticmethod
@@ -77,10 +78,10 @@ class Shards:
         # For torch this is a BaseException.
         except CheckpointException as error:
             causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
-            described = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+            text = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
             is_disk = all(isinstance(cause, (OSError, DiskError)) for cause in causes.values())
-            kind = DiskError if is_disk else RunError
-            raise kind(f"The shards of {directory} can't be written: {described}") from error
+            error_class = DiskError if is_disk else RunError
+            raise error_class(f"The shards of {directory} can't be written: {text}") from error
 
 
 @final
@@ -142,7 +143,7 @@ class _Writer(FileSystemWriter):
 class _Files(FileSystem):
     def __init__(self) -> None:
         super().__init__()
-        # Of each file that was written, by its name.
+        # The facts of each file that was written, by its name.
         self.facts: dict[str, FileFacts] = {}
 
     @contextmanager
@@ -234,9 +235,10 @@ class _IndexUnpickler(pickle.Unpickler):
             return _maker(_ALLOWED[module, name])
         if (module, name) == ("builtins", "getattr"):
             return _member
-        value = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(value, torch.dtype):
-            return value
+        if module == "torch":
+            value = getattr(torch, name, None)
+            if isinstance(value, torch.dtype):
+                return value
         raise pickle.UnpicklingError(f"{module}.{name} isn't allowed in it")
 
 
@@ -244,8 +246,11 @@ def _maker(made: Any) -> type:
     """Return a class made for this one use, whose instances are what `made` makes."""
 
     def new(_: type, *args: Any) -> Any:
-        # An Enum's member is found by calling it, most are filled by what follows in the pickle.
-        return made(*args) if args else made.__new__(made)
+        if args:
+            # A member of an Enum is found by calling the class.
+            return made(*args)
+        # What follows in the pickle fills the object.
+        return made.__new__(made)
 
     return type(made.__name__, (), {"__new__": new, "made": made})
 

@@ -11,10 +11,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+# Devices that copy to pinned memory without the host waiting.
 _PINNED = frozenset({"cuda", "xpu"})
-"""Devices that copy to pinned memory without the host waiting."""
+# From this size on, a buffer is registered with CUDA. That takes a system call; smaller buffers waste little without.
 _LEAST_REGISTERED_BYTES = 2**20
-"""Registering takes a system call; smaller buffers waste little."""
 
 
 @final
@@ -25,12 +25,13 @@ class Snapshots:
     """
 
     def __init__(self) -> None:
-        # Buffers of the copy before, and of this one, by their size and whether they are pinned.
+        # The buffers of the copy before, which are free now, and those of the present copy: by their size in bytes, and
+        # whether they are pinned.
         self._free: dict[tuple[int, bool], list[Tensor]] = {}
         self._used: dict[tuple[int, bool], list[Tensor]] = {}
-        # By the number of the storage, which lives as long as the state it is in.
+        # The copies of storages, by the storage's number, which is unique as long as the state exists.
         self._copied: dict[int, Tensor] = {}
-        # Devices that are still copying.
+        # Devices that may still be copying, and the events that tell when they are done.
         self._devices: set[torch.device] = set()
         self._events: list[torch.Event] = []
 

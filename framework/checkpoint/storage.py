@@ -17,11 +17,13 @@ from framework.checkpoint.layout import MANIFEST_NAME, Manifest, decode, step_na
 from framework.errors import CheckpointError, DiskError
 from framework.system.files import MAX_RECORD_BYTES, content_damage, open_regular
 
+# Writes the content of a file into the binary file that it is given.
 WriteContent = Callable[[Any], object]
-"""Writes the content of a file into the binary file that it is given."""
 
+# Beginnings of the names of directories that are being written, or deleted.
 _SAVING = ".saving_"
 _DELETED = ".deleted_"
+# The only file of a pointer, with the name of a checkpoint.
 _POINTER_FILE = "checkpoint"
 _NAMES_SHOWN = 8
 _NO_MANIFEST = f"it has no {MANIFEST_NAME}"
@@ -122,7 +124,9 @@ class CheckpointStorage(ABC):
         """
         complete = {}
         for name in self.list():
-            manifest = None if step_of(name) is None else self.manifest_or_none(name)
+            if step_of(name) is None:
+                continue
+            manifest = self.manifest_or_none(name)
             # A directory that was renamed by hand would be taken for another step, and deleted as that.
             if manifest is None or name != step_name(manifest.step):
                 continue
@@ -182,9 +186,10 @@ class CheckpointStorage(ABC):
             return decode(text, source=f"{self}/{checkpoint}")
         except FileNotFoundError:
             return _NO_MANIFEST
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            return f"its {MANIFEST_NAME} is damaged ({reason})"
+        except OSError as error:
+            return f"its {MANIFEST_NAME} is damaged ({error.strerror})"
+        except ValueError as error:
+            return f"its {MANIFEST_NAME} is damaged ({error})"
 
 
 class LocalStorage(CheckpointStorage):
@@ -232,7 +237,7 @@ class LocalStorage(CheckpointStorage):
                 _fsync_directory(path)
         _fsync_directory(directory)
 
-        # There is one of this name if its training was abandoned: `last` names an earlier one.
+        # A checkpoint that has this name already is of training that was abandoned when a run was resumed.
         final = self.folder / checkpoint
         if final.exists():
             self.delete(checkpoint)
@@ -274,7 +279,7 @@ class LocalStorage(CheckpointStorage):
     def point(self, pointer: str, checkpoint: str) -> None:
         """Make a symlink to a checkpoint; a reader sees the old or the new one."""
         path = self.folder / pointer
-        # In a copy that was made by following symlinks.
+        # A copy of the folder that was made by following symlinks has a directory in its place.
         if path.is_dir() and not path.is_symlink():
             self.delete(pointer)
         temporary = self.folder / f"{_SAVING}{pointer}"
@@ -294,7 +299,9 @@ class LocalStorage(CheckpointStorage):
                 _discard(path)
 
     def _paths(self) -> Collection[Path]:
-        return [*self.folder.iterdir()] if self.folder.is_dir() else []
+        if not self.folder.is_dir():
+            return []
+        return list(self.folder.iterdir())
 
 
 @contextmanager

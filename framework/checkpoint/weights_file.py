@@ -21,6 +21,7 @@ from framework.distributed.context import Context
 from framework.distributed.sharded import layout_of, shard_like
 from framework.errors import CheckpointError, ConfigError, describe_error
 
+# The entries under which files have a state dict.
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 _SHOWN = 4
 _T = TypeVar("_T")
@@ -54,7 +55,9 @@ def _read(file: Path) -> Mapping[str, Any]:
     content = _unwrapped(content)
     if isinstance(content, Mapping) and any(isinstance(value, Tensor) for value in content.values()):
         return content
-    kind = f"a dict of {', '.join(map(str, content))}" if isinstance(content, Mapping) else type(content).__name__
+    kind = type(content).__name__
+    if isinstance(content, Mapping):
+        kind = f"a dict of {', '.join(map(str, content))}"
     raise CheckpointError(f"{file} holds {kind}. It must be a state dict, or have one as {' or '.join(_WRAPPERS)}.")
 
 
@@ -74,9 +77,9 @@ class Loaded:
 
     source: object
     loaded: Sequence[str]
-    # In the file only, or skipped.
+    # Names that are only in the file, or skipped.
     left_out: Sequence[str]
-    # In the model only, or skipped: as the model was built.
+    # Names that are only in the model, or skipped: these stay as the model was built.
     kept: Sequence[str]
 
     def describe(self, *, shown: int | None = _SHOWN) -> str:
@@ -100,7 +103,8 @@ def load_what_fits(
     shape and if nothing fits. The model may be partly changed then.
 
     Args:
-        state: the whole state dict, on the CPU. source: where it comes from, for messages.
+        state: The whole state dict, on the CPU.
+        source: Where it comes from, for messages.
     """
     own = model.state_dict()
     layout = layout_of(model)

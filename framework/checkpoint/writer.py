@@ -24,6 +24,7 @@ from framework.system.versions import installed_versions
 if TYPE_CHECKING:
     from framework.checkpoint.shards import Shards
 
+# The types that `torch.load(weights_only=True)` reads.
 _VALUES = frozenset(
     {
         type(None),
@@ -64,12 +65,13 @@ def write(
         state: as `check_plain` requires; with `shards` without `model`, and only rank 0's is used.
     """
     checkpoint = step_name(step)
+    # Called with the facts of the files that are written before, by the ranks of a sharded model.
+    make_files = partial(_files, state, step=step, epoch=epoch, metrics=metrics, config_text=config_text)
     with disk_errors(f"The checkpoint of step {step} can't be written to {storage}"):
-        files_of = partial(_files, state, step=step, epoch=epoch, metrics=metrics, config_text=config_text)
         if shards is None:
-            storage.write(checkpoint, files_of({}))
+            storage.write(checkpoint, make_files({}))
         else:
-            _write_sharded(storage, checkpoint, shards, files_of)
+            _write_sharded(storage, checkpoint, shards, make_files)
     return checkpoint
 
 
@@ -99,13 +101,19 @@ def _files(
     """Return the files of a checkpoint in the order to write them: each adds its facts to the manifest, the last one.
 
     Args:
-        shard_facts: of a sharded model's files, which are written already.
+        shard_facts: The facts of a sharded model's files, which are written already.
     """
+    contents: dict[str, WriteContent] = {}
+    for part in PARTS:
+        if part in state:
+            contents[part_file(part)] = partial(_save, state[part])
+    contents[CONFIG_NAME] = lambda file: file.write(config_text.encode())
+    # The facts of the files that are written already, by name.
     facts = dict(shard_facts)
 
-    def write_recorded(file: BinaryIO, *, name: str, write_content: WriteContent) -> None:
+    def write_recorded(file: BinaryIO, *, name: str) -> None:
         checksummed = ChecksummedFile(file)
-        write_content(checksummed)
+        contents[name](checksummed)
         facts[name] = checksummed.finish()
 
     def write_manifest(file: BinaryIO) -> None:
@@ -123,13 +131,7 @@ def _files(
         )
         file.write(encode(manifest).encode())
 
-    contents: dict[str, WriteContent] = {
-        part_file(part): partial(_save, state[part]) for part in PARTS if part in state
-    }
-    contents[CONFIG_NAME] = lambda file: file.write(config_text.encode())
-    files: dict[str, WriteContent] = {}
-    for name, write_content in contents.items():
-        files[name] = partial(write_recorded, name=name, write_content=write_content)
+    files: dict[str, WriteContent] = {name: partial(write_recorded, name=name) for name in contents}
     files[MANIFEST_NAME] = write_manifest
     return files
 
@@ -145,15 +147,17 @@ def _write_sharded(
     storage: CheckpointStorage,
     checkpoint: str,
     shards: Shards,
-    files_of: Callable[[Mapping[str, FileFacts]], dict[str, WriteContent]],
+    make_files: Callable[[Mapping[str, FileFacts]], dict[str, WriteContent]],
 ) -> None:
     """Write every rank's shards into the directory of a checkpoint, and then, on rank 0, the other files.
 
     Args:
-        files_of: returns those, for the facts of the shards' files.
+        make_files: Returns the other files, for the facts of the shards' files.
     """
     assert isinstance(storage, LocalStorage), "the manager has checked that"
     directory = storage.unfinished(checkpoint)
+    # What rank 0 has to do at the end, whether the shards are written or not.
+    cleanup = ExitStack()
 
     def begin() -> None:
         cleanup.callback(storage.discard_unfinished, checkpoint)
@@ -169,9 +173,9 @@ def _write_sharded(
                 f"Rank 0 doesn't see all files that the others have written to {storage}: {', '.join(missing[:4])}.\n"
                 "Put the run directory on a disk that all nodes share: path.outputs=FOLDER"
             )
-        storage.finish(checkpoint, files_of(shard_facts))
+        storage.finish(checkpoint, make_files(shard_facts))
 
-    with ExitStack() as cleanup:
+    with cleanup:
         shards.write(directory, begin=begin, finish=finish)
 
 
@@ -185,9 +189,12 @@ def check_plain(state: Any, *, name: str = "") -> None:
         return
     if kind in _MAPPINGS:
         for key, value in state.items():
-            below = f"{name}.{key}".lstrip(".") if isinstance(key, str) else f"{name}[{key!r}]"
-            check_plain(key, name=f"the key {below}")
-            check_plain(value, name=below)
+            if isinstance(key, str):
+                entry_name = f"{name}.{key}".lstrip(".")
+            else:
+                entry_name = f"{name}[{key!r}]"
+            check_plain(key, name=f"the key {entry_name}")
+            check_plain(value, name=entry_name)
     elif kind in _SEQUENCES:
         for index, value in enumerate(state):
             check_plain(value, name=f"{name}[{index}]")
