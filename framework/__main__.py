@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 from framework.config.renamed import present_override
 from framework.errors import EXIT_INTERRUPTED, FrameworkError
+from framework.system.output import ReaderGoneError, tolerant_output
 from framework.system.shown_text import shown
 
 if TYPE_CHECKING:
@@ -39,16 +39,14 @@ _ONLY_ANSWER = (
 def main() -> int:
     """Run the command and return its exit status.
 
-    0: success; 1: a failed run; 2: a wrong request; 75: stopped on request; 130: interrupted; 141: broken pipe.
+    0: success; 1: a failed run; 2: a wrong request; 75: stopped on request; 130: interrupted; 141: nobody reads the
+    answer.
     """
-    _open_missing_streams()
     try:
-        status = _command()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        if not _silence_broken_streams():
-            raise
-        status = EXIT_BROKEN_PIPE
+        with tolerant_output():
+            status = _command()
+    finally:
+        _discard_refused()
     # This was a rank, or a client of the nodes' store, for which a thread may still be waiting.
     if "torch" in sys.modules:
         from framework.launch.child import leave
@@ -74,6 +72,8 @@ def _command() -> int:
             return _answer(arguments, fork_server=fork_server)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except ReaderGoneError:
+        return EXIT_BROKEN_PIPE
 
 
 def _answer(
@@ -121,28 +121,14 @@ def _needs_fork_server(arguments: list[str]) -> bool:
     return True
 
 
-def _open_missing_streams() -> None:
-    """Open the null device for streams that the shell closed (`>&-`), before a file gets their number."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            # It gets the lowest free number, which is this stream's.
-            null = os.open(os.devnull, os.O_RDWR)
-            # The fork server inherits it.
-            os.set_inheritable(null, True)
-            setattr(sys, name, os.fdopen(null, "r" if number == 0 else "w", closefd=False))
-
-
-def _silence_broken_streams() -> bool:
-    """Redirect broken stdout and stderr to the null device; return True if any was broken."""
-    poll = select.poll()
+def _discard_refused() -> None:
+    """Discard what stdout and stderr still refuse, which the interpreter would report when it ends."""
     for stream in (sys.stdout, sys.stderr):
-        # Without events, it reports errors only.
-        poll.register(stream.fileno(), 0)
-    broken = poll.poll(0)
-    null = os.open(os.devnull, os.O_WRONLY)
-    for number, _ in broken:
-        os.dup2(null, number)
-    return bool(broken)
+        try:
+            stream.flush()
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
 
 
 if __name__ == "__main__":

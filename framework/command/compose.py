@@ -43,6 +43,7 @@ from framework.config.parse import listed_values, normalize_override, parse
 from framework.config.renamed import present_override
 from framework.config.saved import key_of, search_path_override, value_of
 from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError
+from framework.system.output import answer, check_answered, tolerant_output
 from framework.system.run_dir import new_name
 from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
@@ -65,11 +66,11 @@ def main(
         fork_server: the fork server to start ranks from.
         external_ranks: set on rank 0 of ranks that torchrun, srun or Kubernetes started.
     """
-    answer = _own_answer(arguments)
-    if answer is not None:
-        print(answer)
-        return 0
+    text = _own_answer(arguments)
     try:
+        if text is not None:
+            answer(text)
+            return 0
         return _Command(arguments, fork_server=fork_server, external_ranks=external_ranks).run().status
     except FrameworkError as error:
         print(shown(str(error)), file=sys.stderr)
@@ -85,7 +86,8 @@ def main(
 
 def run_call(overrides: Sequence[str], call: PythonCall, *, fork_server: ForkServer) -> JobResult:
     """Run a job for Python code, as the command does. Raises FrameworkError, also for a wrong request."""
-    return _Command(overrides, fork_server=fork_server, call=call).run()
+    with tolerant_output():
+        return _Command(overrides, fork_server=fork_server, call=call).run()
 
 
 def default_outputs(*, recipe: Any) -> list[Path]:
@@ -101,7 +103,7 @@ def _own_answer(arguments: Sequence[str]) -> str | None:
         return f"framework {versions['framework']} (Python {platform.python_version()}, {others})"
     if "-sc" in arguments or "--shell-completion" in arguments:
         if "install=bash" in arguments:
-            return Path(__file__).with_name("completion.bash").read_text()
+            return Path(__file__).with_name("completion.bash").read_text(encoding="utf-8")
         if "uninstall=bash" in arguments:
             return "complete -r framework python python3; unset -f _framework_completion"
         return _listed_values(os.environ.get("COMP_LINE", ""))
@@ -237,6 +239,7 @@ class _Command:
             hydra.shell_completion(name, overrides)
         else:
             return False
+        check_answered()
         return True
 
     def _run_sweeper(self, hydra: Hydra, overrides: list[str], config: DictConfig) -> JobResult:

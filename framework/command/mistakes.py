@@ -52,7 +52,7 @@ def explain(error: Exception, *, loader: ConfigLoader, typed: Sequence[str], is_
         typed: the overrides that were composed.
         is_sweep: True with -m, which allows several values for a key.
     """
-    if not isinstance(error, _COMPOSING) or isinstance(error, BrokenPipeError):
+    if not isinstance(error, _COMPOSING):
         return
     raise_mistakes(_mistakes_in([Phrase(text, text) for text in typed], loader, is_sweep=is_sweep))
     raise ConfigError(_shortened(error, loader=loader)) from error

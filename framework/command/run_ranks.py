@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from framework.command.launcher import Placement
@@ -63,9 +63,7 @@ def run_ranks(
 
             is_quiet = _is_quiet(request, trains=trains)
             if not is_quiet:
-                # Of `| head -n 1`; the ranks run nevertheless.
-                with suppress(BrokenPipeError):
-                    print(shown(start_message(title, request.config.recipe, placement.topology, run_dir)), flush=True)
+                print(shown(start_message(title, request.config.recipe, placement.topology, run_dir)), flush=True)
 
             plan = _launch_plan(request, setup, run_dir, entry=entry)
             outcome = _launch_recorded(part.launch, plan, trains=trains)

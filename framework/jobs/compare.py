@@ -14,7 +14,7 @@ name to a list with the value in each run, null for none. `csv` has a row for ea
 from __future__ import annotations
 
 import csv
-import sys
+import io
 from collections.abc import Mapping, Sequence
 
 from framework.command.job import Job
@@ -24,6 +24,7 @@ from framework.runs.compare import Section, compare, render
 from framework.runs.find import named_runs
 from framework.runs.listing import csv_cell, json_text
 from framework.runs.record import RunRecord
+from framework.system.output import answer
 from framework.system.shown_text import shown
 
 
@@ -46,20 +47,21 @@ class Compare(Job):
         sections = compare(records)
         if settings.format == "json":
             runs = [record.run for record in records]
-            print(json_text({"runs": runs, **sections}), flush=True)
+            answer(json_text({"runs": runs, **sections}))
         elif settings.format == "csv":
-            _print_csv(records, sections)
+            answer(_csv_text(records, sections))
         else:
-            print(shown(render(records, sections)), flush=True)
+            answer(shown(render(records, sections)))
         return JobResult(0)
 
 
-def _print_csv(records: Sequence[RunRecord], sections: Mapping[str, Section]) -> None:
-    writer = csv.writer(sys.stdout, lineterminator="\n")
+def _csv_text(records: Sequence[RunRecord], sections: Mapping[str, Section]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
     runs = [csv_cell(record.run) for record in records]
     writer.writerow(["section", "name", *runs])
     for section, rows in sections.items():
         for name, values in rows.items():
             cells = [csv_cell(value) for value in values]
             writer.writerow([section, csv_cell(name), *cells])
-    sys.stdout.flush()
+    return text.getvalue().removesuffix("\n")

@@ -88,7 +88,7 @@ def _write_csv(columns: Columns, path: Path) -> None:
             names += [f"{name}_{number}" for number in range(flat.shape[1])]
         for column in flat.T.tolist():
             cells.append([_cell(value) for value in column])
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(names)
         for index, row in enumerate(zip(*cells, strict=True)):

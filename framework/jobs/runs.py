@@ -24,8 +24,9 @@ from pathlib import Path
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
 from framework.runs.find import find_runs, named_runs
-from framework.runs.listing import json_text, list_text, matching, ordered, plain, print_csv
+from framework.runs.listing import csv_text, json_text, list_text, matching, ordered, plain
 from framework.system.formatting import display_path
+from framework.system.output import answer
 from framework.system.shown_text import shown
 
 
@@ -49,9 +50,9 @@ class Runs(Job):
 
         listed = ordered(matching(records, settings.filter), settings.sort)
         if settings.format == "json":
-            print(json_text([plain(record) for record in listed]), flush=True)
+            answer(json_text([plain(record) for record in listed]))
         elif settings.format == "csv":
-            print_csv(listed)
+            answer(csv_text(listed))
         else:
-            print(shown(list_text(listed, num_found=len(records), where=where)), flush=True)
+            answer(shown(list_text(listed, num_found=len(records), where=where)))
         return JobResult(0)

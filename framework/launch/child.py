@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, final
 
 from framework.system.orphans import ENDS_WITH_OTHERS
+from framework.system.output import tolerant
 from framework.system.signals import die_with_parent
 
 Message = dict[str, Any]
@@ -80,9 +81,9 @@ def _end_anyway(status: int) -> None:
     """End this process if one of the user's threads or exit functions keeps it from exiting."""
     time.sleep(LEAVE_S)
     log = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
+    print(f"This process doesn't leave after its work: ended after {LEAVE_S:g} s", file=log, flush=True)
     # The disk may be full, or the user's code has closed the stream.
     with suppress(OSError, ValueError):
-        print(f"This process doesn't leave after its work: ended after {LEAVE_S:g} s", file=log, flush=True)
         faulthandler.dump_traceback(log)
     os._exit(status)
 
@@ -108,13 +109,25 @@ def log_to(path: Path, *, terminal: bool) -> None:
     faulthandler.enable(log)
     if terminal:
         status = StatusLine()
-        sys.stdout = Tee(sys.stdout, log, status=status)
-        sys.stderr = Tee(_copy_descriptor_2(path), log, status=status)
+        sys.stdout = Tee(tolerant(sys.stdout), tolerant(log), status=status)
+        sys.stderr = Tee(tolerant(_copy_descriptor_2(path)), tolerant(log), status=status)
         return
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    sys.stdout = io.TextIOWrapper(_Log(1, "w", closefd=False), line_buffering=True, write_through=True)
-    sys.stderr = io.TextIOWrapper(_Log(2, "w", closefd=False), line_buffering=True, write_through=True)
+    sys.stdout = tolerant(_stream_to_log(1))
+    sys.stderr = tolerant(_stream_to_log(2))
+
+
+def _stream_to_log(descriptor: int) -> TextIO:
+    """Return a stream that writes each line to the log at once."""
+    file: Any = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(
+        file,
+        encoding="utf-8",
+        errors="backslashreplace",
+        line_buffering=True,
+        write_through=True,
+    )
 
 
 def show_status(text: str) -> None:
@@ -153,20 +166,9 @@ def silence_compiled_code() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for number, name in ((1, "stdout"), (2, "stderr")):
         getattr(sys, name).flush()
-        setattr(sys, name, os.fdopen(os.dup(number), "w", buffering=1, errors="backslashreplace"))
+        setattr(sys, name, tolerant(os.fdopen(os.dup(number), "w", buffering=1, errors="backslashreplace")))
         os.dup2(null, number)
     os.close(null)
-
-
-@final
-class _Log(io.FileIO):
-    """A file that takes what doesn't fit on the disk, and drops it."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(data)
 
 
 @dataclass
@@ -181,54 +183,44 @@ class StatusLine:
 class Tee(io.TextIOBase):
     """A text stream that writes to the terminal and to a log, and otherwise behaves as the terminal.
 
-    Nothing is raised if the terminal or the reader of a pipe is gone, or if the disk is full: the log then keeps a few
-    kB until there is room.
+    Both are tolerant streams. If the disk is full, the log keeps a few kB until there is room.
 
     Args:
         status: The status line of the terminal, which standard output and standard error share.
     """
 
-    def __init__(self, terminal: TextIO, log: TextIO, *, status: StatusLine | None = None) -> None:
+    def __init__(self, terminal: Any, log: Any, *, status: StatusLine | None = None) -> None:
         self.terminal = terminal
         self.log = log
         self._status = status or StatusLine()
 
     def write(self, text: str) -> int:
-        self.write_log(text)
-        with suppress(OSError):
-            if self._status.is_shown:
-                self._status.is_shown = False
-                self.terminal.write(_ERASE_LINE)
-            self.terminal.write(text)
+        self.log.write(text)
+        if self._status.is_shown:
+            self._status.is_shown = False
+            self.terminal.write(_ERASE_LINE)
+        self.terminal.write(text)
         return len(text)
 
     def show_status(self, text: str) -> None:
         """Show a line on the terminal only, which the next output replaces."""
-        with suppress(OSError):
-            self.terminal.write(f"{_ERASE_LINE}{text}\r")
-            self.terminal.flush()
-            self._status.is_shown = True
-
-    def write_log(self, text: str) -> None:
-        """Write to the log only, not to the terminal."""
-        with suppress(OSError):
-            self.log.write(text)
+        self.terminal.write(f"{_ERASE_LINE}{text}\r")
+        self.terminal.flush()
+        self._status.is_shown = True
 
     def flush(self) -> None:
-        with suppress(OSError):
-            self.log.flush()
-        with suppress(OSError):
-            self.terminal.flush()
+        self.log.flush()
+        self.terminal.flush()
 
     def isatty(self) -> bool:
-        return self.terminal.isatty()
+        return bool(self.terminal.isatty())
 
     def fileno(self) -> int:
-        return self.terminal.fileno()
+        return int(self.terminal.fileno())
 
     def writable(self) -> bool:
         return True
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # settable in the base class
-        return self.terminal.encoding
+        return str(self.terminal.encoding)

@@ -24,6 +24,7 @@ from framework.launch.forking import fork, lost_server, receive_fds, send
 from framework.launch.run_server import RunServer, serve_run
 from framework.system.hardware import openmp_environment
 from framework.system.orphans import left_behind
+from framework.system.output import tolerant_output
 from framework.system.signals import STOP_SIGNALS, catching_signals, die_with_parent
 
 # The modules that ranks need, the heaviest first.
@@ -172,14 +173,16 @@ def main(argv: list[str]) -> NoReturn:
     fd = int(argv[0])
     parent_pid = int(argv[1])
     die_with_parent(parent_pid)
-    try:
-        with Connection(fd) as connection:
-            command_pid, run_fd = _Server(connection, preload=argv[2:]).serve()
-    except (EOFError, OSError):
-        # Unloading torch would take most of a second.
-        os._exit(0)
-    # This is the server of a run from here on.
-    serve_run(run_fd, command_pid=command_pid)
+    # Of all processes that are forked from this one, too.
+    with tolerant_output():
+        try:
+            with Connection(fd) as connection:
+                command_pid, run_fd = _Server(connection, preload=argv[2:]).serve()
+        except (EOFError, OSError):
+            # Unloading torch would take most of a second.
+            os._exit(0)
+        # This is the server of a run from here on.
+        serve_run(run_fd, command_pid=command_pid)
 
 
 @final

@@ -233,9 +233,7 @@ class NodeRun:
         """Print to stderr, if the run has the terminal."""
         if self.setup.terminal:
             _control(sys.stderr, _ERASE_BELOW)
-            # The terminal may be gone.
-            with suppress(OSError):
-                print(shown(line), file=sys.stderr, flush=True)
+            print(shown(line), file=sys.stderr, flush=True)
 
     def wait_for(self, condition: Callable[[], Any], *, timeout_s: float | None = None) -> bool:
         """Handle events and monitor the ranks until `condition()` holds. Return False on a time-out."""
@@ -472,9 +470,7 @@ class NodeRun:
             del self._handlers[server]
             server.close()
         if self._left:
-            # The terminal may be gone.
-            with suppress(OSError):
-                print(left_behind(self._left), file=sys.stderr, flush=True)
+            print(left_behind(self._left), file=sys.stderr, flush=True)
 
 
 def failure_in_short(report: FailureReport) -> str:
@@ -487,8 +483,8 @@ def failure_in_short(report: FailureReport) -> str:
 
 def _control(stream: TextIO, sequence: str) -> None:
     """Send a control sequence to a terminal; to anything else nothing."""
-    # The terminal may be gone, or the stream closed.
-    with suppress(OSError, ValueError):
+    # The user's code may have closed the stream.
+    with suppress(ValueError):
         if stream.isatty():
             stream.write(sequence)
             stream.flush()

@@ -129,9 +129,7 @@ def serve_run(fd: int, *, command_pid: int) -> NoReturn:
 def _leave_without_command(server: _Server) -> NoReturn:
     left = server.end_all()
     if left:
-        # The terminal may be gone.
-        with suppress(OSError):
-            print(left_behind(left), file=sys.stderr, flush=True)
+        print(left_behind(left), file=sys.stderr, flush=True)
     os._exit(0)
 
 

@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -108,10 +107,8 @@ def _record(error: BaseException, rank_status: RankStatus) -> None:
     """
     text = "".join(traceback.format_exception(error))
     stderr = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
-    # The disk may be full, or letters can't be encoded.
-    with suppress(OSError, ValueError):
-        stderr.write(text)
-        stderr.flush()
+    stderr.write(text)
+    stderr.flush()
 
     record = {
         "time": time.time(),

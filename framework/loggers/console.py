@@ -138,9 +138,7 @@ class ConsoleLogger(Logger):
             return
         # With a view, sys.stdout prints above it.
         out = self._out if self._view is None else sys.stdout
-        # A full disk or a broken pipe must not end training.
-        with suppress(OSError):
-            print(line, file=out, flush=True)
+        print(line, file=out, flush=True)
 
     # What to draw
 

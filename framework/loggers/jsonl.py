@@ -105,7 +105,7 @@ class JsonlLogger(Logger):
 
 
 def _save_table(table: Table, path: Path) -> None:
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([table.columns, *table.rows])
 
 

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, NoReturn, final
 
 from framework.distributed.store import COUNTED_GROUP
+from framework.errors import LaunchError
 
 # Makes a rank write the Python stacks of its threads. Libraries and schedulers don't use this signal.
 STACKS_SIGNAL: int = signal.SIGRTMIN + 8
@@ -113,7 +114,7 @@ class RankStatus:
         """
         if fd is None:
             fd = os.memfd_create("framework_rank_status")
-            os.ftruncate(fd, _STACKS_AT)
+            _extend(fd, _STACKS_AT)
             # faulthandler writes at the file's position.
             os.lseek(fd, _STACKS_AT, os.SEEK_SET)
         self.fd = fd
@@ -310,3 +311,14 @@ def _shortened(value: Any) -> Any:
         return value
     half = _MAX_CHARS // 2
     return f"{value[:half]}\n[…]\n{value[len(value) - half :]}"
+
+
+def _extend(fd: int, size_bytes: int) -> None:
+    try:
+        os.ftruncate(fd, size_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise LaunchError(
+            f"The memory for a rank's status ({size_bytes:,} bytes) can't be created: {error.strerror}.\n"
+            "A limit of file sizes counts for it, too: raise it with `ulimit -f`, or remove it."
+        ) from error

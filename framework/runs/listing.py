@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import operator
 import re
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -145,8 +145,8 @@ def plain(record: RunRecord) -> dict[str, Any]:
     return columns
 
 
-def print_csv(records: Sequence[RunRecord]) -> None:
-    """Print a row for each run, with a column for each metric that one of them has."""
+def csv_text(records: Sequence[RunRecord]) -> str:
+    """Return a row for each run, with a column for each metric that one of them has."""
     rows = []
     for record in records:
         row = plain(record)
@@ -157,11 +157,12 @@ def print_csv(records: Sequence[RunRecord]) -> None:
     names = dict.fromkeys(COLUMNS)
     for row in rows:
         names |= dict.fromkeys(row)
-    writer = csv.DictWriter(sys.stdout, list(names), lineterminator="\n")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
     writer.writerow({name: printable(name) for name in names})
     for row in rows:
         writer.writerow({name: csv_cell(value) for name, value in row.items()})
-    sys.stdout.flush()
+    return text.getvalue().removesuffix("\n")
 
 
 def json_text(content: Any) -> str:

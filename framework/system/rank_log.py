@@ -46,9 +46,7 @@ def warn(text: str) -> None:
 
 def show(text: str) -> None:
     """Print a line; rank 0's output is shown on the terminal."""
-    # Standard output may be a file on a full disk.
-    with suppress(OSError):
-        print(shown(text), flush=True)
+    print(shown(text), flush=True)
 
 
 @final

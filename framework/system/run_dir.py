@@ -300,7 +300,7 @@ def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     mode = 0o600 if is_private else 0o666
     try:
-        with os.fdopen(os.open(temporary, flags, mode), "w") as file:
+        with os.fdopen(os.open(temporary, flags, mode), "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -73,17 +73,90 @@ def test_ctrl_c_before_anything_runs_leaves_no_process(tmp_path: Path) -> None:
         assert "Traceback" not in started.stderr()
 
 
-@exhaustive
-def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
-    """The reader is gone before the first line, so every write of the command and its ranks fails."""
+class Output(NamedTuple):
+    """Where a command's output goes, as a shell says it, and in which encoding."""
+
+    place: str
+    encoding: str = ""
+
+
+GONE = "| true"
+OUTPUTS = [
+    Output(">/dev/full 2>/dev/full", encoding="ascii"),
+    pytest.param(Output("2>/dev/full", encoding="latin-1"), marks=exhaustive),
+    # The reader is gone before the first line, so every write of the command and its ranks fails.
+    pytest.param(Output("2>errors" + GONE), marks=exhaustive),
+    pytest.param(Output("2>&1" + GONE), marks=exhaustive),
+    pytest.param(Output(">&- 2>&- <&-"), marks=exhaustive),
+    pytest.param(Output("2>&-"), marks=exhaustive),
+]
+
+
+def run_to(output: Output, program: str, folder: Path) -> str:
+    """Return the exit status, as the shell says it, of a Python program with this output."""
+    command = f"PYTHONIOENCODING={output.encoding} $PYTHON {program}"
+    run_in_shell(f"{{ {{ {command}; echo $? >&3; }} 3>status; }} {output.place}", folder)
+    return (folder / "status").read_text().strip()
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_output_never_ends_a_training(tmp_path: Path, output: Output) -> None:
     trouble.write_recipe(tmp_path, Fault())
-    gone = "until [ -e gone ]; do sleep 0.05; done"
-    command = (
-        f"{{ {gone}; $PYTHON -m framework recipe=trouble 2>errors; echo $? >status; }} | {{ exec <&-; touch gone; }}"
-    )
-    result = run_in_shell(command, tmp_path)
-    assert (tmp_path / "status").read_text() == "141\n"
-    assert (result.stderr, (tmp_path / "errors").read_text()) == ("", "")
+    overrides = "'tags=[\"first–×÷\"]' trainer.log_every_n_steps=1 topology.procs_per_node=2"
+    assert run_to(output, f"-m framework recipe=trouble {overrides}", tmp_path) == "0"
+    assert run_file(tmp_path)["status"] == "finished"
+
+
+PROGRAM = """
+from pathlib import Path
+import torch, framework
+from torch import nn
+from torch.utils.data import TensorDataset
+
+if __name__ == "__main__":
+    data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    settings = {"max_steps": 2, "gpus": 0}
+    framework.train(model=nn.Linear(2, 1), data=(data, data), task="regression", name="a×b", trainer=settings)
+    Path("trained").touch()
+"""
+
+
+@exhaustive
+@pytest.mark.parametrize("output", [Output("", encoding="ascii"), Output("2>&1" + GONE), Output(">&- 2>&- <&-")])
+def test_output_never_ends_a_training_from_python(tmp_path: Path, output: Output) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    run_to(output, "program.py", tmp_path)
+    assert (tmp_path / "trained").exists()
+
+
+class Ending(NamedTuple):
+    """What is printed to which place, and how the command ends."""
+
+    arguments: str
+    place: str
+    status: str
+    error: str = ""
+
+
+FULL = "The output can't be written: No space left on device.\n"
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        Ending("job=runs", ">/dev/full", status="1", error=FULL),
+        Ending("job=runs", GONE, status="141"),
+        pytest.param(Ending("job=runs runs.format=csv", ">/dev/full", status="1", error=FULL), marks=exhaustive),
+        pytest.param(Ending("job=plan recipe=toy", ">/dev/full", status="1", error=FULL), marks=exhaustive),
+        pytest.param(Ending("job=plan recipe=toy", GONE, status="141"), marks=exhaustive),
+        pytest.param(Ending("--help", ">/dev/full", status="1", error=FULL), marks=exhaustive),
+        pytest.param(Ending("--cfg job recipe=toy", GONE, status="141"), marks=exhaustive),
+        pytest.param(Ending("--version", ">/dev/full", status="1", error=FULL), marks=exhaustive),
+    ],
+)
+def test_a_lost_answer_is_an_exit_status(tmp_path: Path, ending: Ending) -> None:
+    assert run_to(Output(f"2>errors {ending.place}"), f"-m framework {ending.arguments}", tmp_path) == ending.status
+    assert (tmp_path / "errors").read_text() == ending.error
 
 
 @exhaustive
@@ -97,12 +170,3 @@ def test_ranks_finish_without_a_reader_of_output(tmp_path: Path) -> None:
     assert run_file(tmp_path)["status"] == "finished"
     # The log holds the model's summary.
     assert "  Linear  " in (trouble.run_dir(tmp_path) / "logs" / "rank_0.log").read_text()
-
-
-@exhaustive
-@pytest.mark.parametrize("closed", [">&- 2>&- <&-", "2>&-"])
-def test_closed_streams_do_no_harm(tmp_path: Path, closed: str) -> None:
-    trouble.write_recipe(tmp_path, Fault())
-    result = run_in_shell(f"$PYTHON -m framework recipe=trouble {closed}", tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert run_file(tmp_path)["status"] == "finished"

@@ -147,6 +147,15 @@ def assert_in_use(run_dir: RunDir, by: str) -> None:
     assert str(run_dir.path) in str(caught.value)
 
 
+def test_records_are_utf_8_in_every_locale(tmp_path: Path) -> None:
+    program = "import sys; from pathlib import Path; from framework.system.run_dir import write_atomically\n"
+    program += "write_atomically(Path(sys.argv[1]), '\\u00e9\\u2013')"
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    environment = {**os.environ, **ascii_only, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "record")], env=environment, check=True)
+    assert (tmp_path / "record").read_text(encoding="utf-8") == "é–"
+
+
 def test_one_process_at_a_time_uses_a_run(tmp_path: Path) -> None:
     run_dir = create_run_dir(tmp_path / "some")
     with locked(run_dir):

@@ -51,6 +51,7 @@ from framework.config.checks import validation_mistakes
 from framework.config.schema import Config
 from framework.jobs.plan.page import render
 from framework.launch.fork_server import call_in_child
+from framework.system.output import answer
 
 
 class Plan(Job):
@@ -69,9 +70,9 @@ class Plan(Job):
         placement = place(request.config, external_ranks=request.external_ranks, is_planned=True)
         plan = make_plan(request, placement)
         if request.config.plan.format == "json":
-            print(json.dumps(plan, indent=2), flush=True)
+            answer(json.dumps(plan, indent=2))
         else:
-            print(render(plan, placement.topology), flush=True)
+            answer(render(plan, placement.topology))
         return JobResult(0)
 
 

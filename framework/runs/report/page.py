@@ -62,8 +62,8 @@ def make_page(records: Sequence[RunRecord]) -> str:
     is_single = len(records) == 1
     name = records[0].run_dir.path.name if is_single else format_count(len(records), "run")
     charts, logged_once = _curves(records)
-    style = (_HERE / "style.css").read_text()
-    script = (_HERE / "script.js").read_text()
+    style = (_HERE / "style.css").read_text(encoding="utf-8")
+    script = (_HERE / "script.js").read_text(encoding="utf-8")
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, finalize=_finalized
     )
