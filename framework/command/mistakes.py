@@ -234,8 +234,9 @@ def _key_mistakes(
     if override.is_add() or override.is_force_add():
         return
     is_of_section = is_section(key) and not override.is_delete() and not override.is_sweep_override()
-    if is_of_section and isinstance(override.value(), dict):
-        for name, item in override.value().items():
+    value = override.value()
+    if is_of_section and isinstance(value, dict):
+        for name, item in value.items():
             if f"{key}.{name}" not in known:
                 hint = unknown_key_hint(f"{key}.{name}", item, [*known, *groups])
                 yield f"{text}: there is no key {name} in {key}.{hint}"

@@ -201,9 +201,9 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def show(value: Any) -> str:
     """Return a value as it would be typed, shortened."""
-    text = value
-    if not isinstance(value, str):
-        text = json.dumps(value, default=str, ensure_ascii=False)
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    if isinstance(value, str):
+        text = value
     if len(text) > _MAX_SHOWN:
         return f"{text[: _MAX_SHOWN - 1]}…"
     return text
