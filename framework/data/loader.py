@@ -30,7 +30,7 @@ from framework.errors import DataError
 from framework.system.formatting import format_bytes
 from framework.system.hardware import available_memory, threads_per_process
 from framework.system.rank_log import warn
-from framework.types import Batch, Collate, MapDataset, MicroBatch, Sampler, Window
+from framework.types import Batch, Collate, MapDataset, MicroBatch, Sampler, Waiting, Window
 
 MAX_WORKERS = 8
 DEVICE_SHARE = 0.25
@@ -361,6 +361,9 @@ class MapLoader:
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, samples: int) -> None:
         """Nothing to load."""
+
+    def observe_waiting(self, waiting: Waiting) -> None:
+        """Report nothing: ranks don't wait for each other to load."""
 
     def close(self) -> None:
         """End the loader's worker processes; may be called again."""

@@ -1,7 +1,7 @@
 """What training logs: noted in every step, reduced over ranks once per log, then given to the loggers.
 
 Noting costs a step next to nothing: tensors stay on their device until `reduce`. All that ranks exchange for a log
-(sums of losses and metrics, times, memory, what each rank asks for) is one collective of one flat tensor.
+(sums of losses and metrics, times, memory, what each rank wants to be done) is one collective of one flat tensor.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from framework.types import Interval, Log, hooks
 _DRAW_EVERY_S = 5.0
 
 
-class Requests(NamedTuple):
-    """What ranks may ask for in a log. If one rank does, all take part."""
+class Actions(NamedTuple):
+    """What is to be done after a log. All ranks do what any of them wants."""
 
-    # To stop training, for a callback.
+    # Stop training, for a callback.
     stop: bool
-    # To save a checkpoint, by the clock.
+    # Save a checkpoint, by the clock.
     save: bool
-    # To rebuild what depends on the trained parameters, since `requires_grad` has changed.
+    # Rebuild what depends on the trained parameters, since `requires_grad` has changed.
     rebuild: bool
 
 
 class RankFigures(NamedTuple):
     """What a rank adds to the reduction, beside losses and metrics; afterwards, the sums over ranks."""
 
-    # For each request: the number of ranks that make it.
+    # For each action: the number of ranks that want it.
     stops: float
     saves: float
     rebuilds: float
@@ -84,10 +84,10 @@ class Reduction(NamedTuple):
     figures: RankFigures
 
     @property
-    def requests(self) -> Requests:
-        """What at least one rank asks for."""
+    def actions(self) -> Actions:
+        """What at least one rank wants."""
         figures = self.figures
-        return Requests(stop=figures.stops > 0, save=figures.saves > 0, rebuild=figures.rebuilds > 0)
+        return Actions(stop=figures.stops > 0, save=figures.saves > 0, rebuild=figures.rebuilds > 0)
 
 
 class DrawingOfStep(NamedTuple):
@@ -137,16 +137,16 @@ class Logbook:
 
     # One log
 
-    def reduce(self, requests: Requests) -> Reduction:
-        """Reduce over ranks what the last steps have computed, and what ranks ask for.
+    def reduce(self, wanted: Actions) -> Reduction:
+        """Reduce over ranks what the last steps have computed, and what ranks want to be done.
 
         Every rank must call it; waits for the device. Raises RunError if ranks have metrics of different names.
         """
         times = self.slow_ranks.row(self._timer.read())
         figures = RankFigures(
-            stops=float(requests.stop),
-            saves=float(requests.save),
-            rebuilds=float(requests.rebuild),
+            stops=float(wanted.stop),
+            saves=float(wanted.save),
+            rebuilds=float(wanted.rebuild),
             with_pairs=float(bool(self._state.reported)),
             shares=self._timer.shares,
             memory_gb=self._usage.row(),

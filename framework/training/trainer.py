@@ -40,7 +40,7 @@ from framework.training.broadcasting import refused_broadcasting
 from framework.training.evaluation import eager
 from framework.training.flops import FlopRate, peak_of_run
 from framework.training.length import Start, start_of, total_steps
-from framework.training.logbook import Logbook, Requests
+from framework.training.logbook import Actions, Logbook
 from framework.training.loss_weights import OneRankWeights, loss_weights
 from framework.training.meter import check_finite
 from framework.training.step_output import check_output, copied
@@ -146,8 +146,7 @@ class Trainer:
         if clock is None:
             clock = clock_of(state.context.device)
         self._timer = StepTimer(link.rank_status, clock=clock, every=settings.log_every_n_steps)
-        for observe_waiting in hooks([self.train_loader], "observe_waiting"):
-            observe_waiting(self._timer)
+        self.train_loader.observe_waiting(self._timer)
         # FLOPs are counted once, for one step on a copy of the model. That doesn't work for a model spread over ranks,
         # which can't be copied, nor with phases, whose steps differ.
         is_spread = self._runs_windows or strategy.forward_communicates
@@ -311,21 +310,21 @@ class Trainer:
         self._timer.leave_step(RankPhase.LOGGING)
         self._count_flops()
         self._weights.check()
-        requests = Requests(
+        wanted = Actions(
             stop=self.stop.own_reason is not None,
             save=self.checkpoints is not None and self.checkpoints.due_time(),
             rebuild=state.trainable.has_changed(),
         )
-        reduction = self.logbook.reduce(requests)
+        reduction = self.logbook.reduce(wanted)
 
-        if reduction.requests.rebuild:
+        if reduction.actions.rebuild:
             # All ranks take part, to detect those that differ.
             self._update_trainable()
             self._timer.leave_step(RankPhase.LOGGING)
-        self._timed_save_is_due = reduction.requests.save
+        self._timed_save_is_due = reduction.actions.save
         self.logbook.check_losses(reduction.means)
         state.meter.clear()
-        self.stop.agree(reduction.requests.stop)
+        self.stop.agree(reduction.actions.stop)
         self.logbook.write(reduction)
 
     def evaluate(self) -> None:
