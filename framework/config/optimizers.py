@@ -142,7 +142,10 @@ class OptimizerConfig:
         """The names of its groups in logs: first that of the parameters that no group matches."""
         labels = [self.name]
         for group in self.groups:
-            labels.append(f"{self.name}/{group.name}" if self.name else group.name)
+            label = group.name
+            if self.name:
+                label = f"{self.name}/{label}"
+            labels.append(label)
         return labels
 
     @property

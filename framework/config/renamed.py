@@ -109,7 +109,9 @@ def _removed_keys(saved: Mapping[str, Any]) -> dict[str, Any]:
     keys = {}
     for key in REMOVED:
         section, _, name = key.rpartition(".")
-        values = saved.get(section) if section else saved
+        values = saved
+        if section:
+            values = saved.get(section, {})
         if isinstance(values, Mapping) and name in values:
             keys[key] = values[name]
     loggers = saved.get("logger")

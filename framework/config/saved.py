@@ -347,8 +347,10 @@ def _check_edits(run_dir: RunDir, *, written: Mapping[str, Any], typed: Sequence
     try:
         edited = _load(run_dir.config_file, dict)
     except ConfigError as error:
+        where = ""
         copies = sorted(run_dir.checkpoints.glob("step_*/config.yaml"))
-        where = f" {copies[-1]} is one." if copies else ""
+        if copies:
+            where = f" {copies[-1]} is one."
         raise ConfigError(f"{error}\nRestore it from a copy.{where}") from error
 
     before = flatten(written)
@@ -373,9 +375,12 @@ def _check_edits(run_dir: RunDir, *, written: Mapping[str, Any], typed: Sequence
 
 def _edit_text(key: str, *, old: Any, new: Any) -> str:
     """Return the override that makes an edit, and what the value was before."""
-    override = f"~{key}" if new is _NOT_THERE else f"{key}={show(new)}"
-    before = "it was not there" if old is _NOT_THERE else f"it was {show(old)}"
-    return f"{override} ({before})"
+    if new is _NOT_THERE:
+        return f"~{key} (it was {show(old)})"
+    before = "it was not there"
+    if old is not _NOT_THERE:
+        before = f"it was {show(old)}"
+    return f"{key}={show(new)} ({before})"
 
 
 def objects_of(run_dir: RunDir, raw: Mapping[str, Any]) -> list[str]:
@@ -386,7 +391,9 @@ def objects_of(run_dir: RunDir, raw: Mapping[str, Any]) -> list[str]:
     files = []
     for recorded in raw.get("objects") or ():
         here = run_dir.path / Path(recorded).name
-        files.append(str(here) if here.exists() else recorded)
+        if here.exists():
+            recorded = str(here)
+        files.append(recorded)
     return files
 
 
@@ -403,9 +410,11 @@ def _is_unfinished(run_dir: RunDir) -> bool:
     record = run_dir.read_run()
     if record.get("status") == "finished":
         return False
+    if "job" in record:
+        return bool(record["job"] == "train")
     # Runs of earlier versions have no job in their record.
-    job = record["job"] if "job" in record else load_run(run_dir)[0].get("job")
-    return bool(job == "train")
+    raw, _ = load_run(run_dir)
+    return bool(raw.get("job") == "train")
 
 
 def _hint(wrong: Path, *, key: str) -> str:
@@ -420,7 +429,9 @@ def _hint(wrong: Path, *, key: str) -> str:
         newest = max(runs, key=lambda run: run.name)
         return f"\nThe newest run in it: {path_argument(key, newest)}"
     guess = nearest(str(wrong), [str(run) for run in runs])
-    return f"\nDid you mean {path_argument(key, guess)}?" if guess else ""
+    if guess is None:
+        return ""
+    return f"\nDid you mean {path_argument(key, guess)}?"
 
 
 def _training_runs(folder: Path) -> list[Path]:

@@ -125,7 +125,10 @@ def masked_arguments(arguments: Sequence[str]) -> list[str]:
     masked = []
     follows_secret_option = False
     for argument in arguments:
-        masked.append(MASK if follows_secret_option else masked_override(argument))
+        if follows_secret_option:
+            masked.append(MASK)
+        else:
+            masked.append(masked_override(argument))
         follows_secret_option = argument.startswith("--") and "=" not in argument and is_secret_name(argument)
     return masked
 

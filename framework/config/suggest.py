@@ -44,7 +44,9 @@ def nearest_key(wrong: str, allowed: Iterable[str]) -> str | None:
     if not scores:
         return None
     likeness, _, key = max(scores)
-    return key if likeness >= _CUTOFF else None
+    if likeness < _CUTOFF:
+        return None
+    return key
 
 
 def instead_of(key: str, value: str | None, allowed: Iterable[str]) -> str:
@@ -63,7 +65,9 @@ def instead_of(key: str, value: str | None, allowed: Iterable[str]) -> str:
 
 def did_you_mean(name: str | None) -> str:
     """Return ` Did you mean name?`, to append to a sentence; empty if there is no name."""
-    return "" if name is None else f" Did you mean {name}?"
+    if name is None:
+        return ""
+    return f" Did you mean {name}?"
 
 
 def _likeness(wrong: str, key: str, *, has_section: bool) -> float:

@@ -274,7 +274,9 @@ def _no_such_in(path: str, names: Collection[str], *, file: str | None) -> str:
     if guess is not None:
         return f"there is no {name} in {parent}.{did_you_mean(f'{parent}.{guess}')}"
     # Another package of the same name may hide the one that is meant.
-    place = f" ({file})" if file else ""
+    place = ""
+    if file:
+        place = f" ({file})"
     return f"there is no {name} in {parent}{place}."
 
 
