@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = _arguments(sys.argv[1:] if argv is None else argv)
     # An exception instead of the signal's default, so that contestants are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    about = Asked(asked.rounds, asked.data_root)
+    about = Asked(asked.rounds, asked.data_root.resolve())
     has_failed = False
     for name in asked.only:
         print(name, file=sys.stderr, flush=True)
@@ -55,19 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             if "failed" in (row.ours, row.theirs):
                 has_failed = True
         if not asked.print:
-            RESULTS.write_text(with_parts(RESULTS.read_text(), [part], order=PARTS))
+            results = with_parts(RESULTS.read_text(), [part], order=PARTS)
+            RESULTS.write_text(results)
     return 1 if has_failed else 0
 
 
 def _arguments(given: Sequence[str]) -> argparse.Namespace:
-    known = os.environ.get("FRAMEWORK_TEST_DATA")
+    data_root = Path(os.environ.get("FRAMEWORK_TEST_DATA") or "data")
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", type=some_of(PARTS), default=list(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--rounds", type=_positive, default=None, help="of every part; default: each part's own")
     parser.add_argument("--print", action="store_true", help="leave RESULTS.md as it is")
-    parser.add_argument("--data-root", type=lambda text: Path(text).resolve(), default=Path(known or "data").resolve())
+    parser.add_argument("--data-root", type=Path, default=data_root)
     return parser.parse_args(given)
 
 

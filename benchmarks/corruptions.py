@@ -51,7 +51,8 @@ if __name__ == "__main__":
 def flip_bit(path: Path, draw: random.Random) -> None:
     content = bytearray(path.read_bytes())
     if content:
-        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        place = draw.randrange(len(content))
+        content[place] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
 
 
@@ -69,8 +70,9 @@ def put_newline(path: Path, draw: random.Random) -> None:
 
 def zero_block(path: Path, draw: random.Random) -> None:
     content = bytearray(path.read_bytes())
-    at = draw.randrange(len(content) + 1)
-    content[at : at + 512] = bytes(len(content[at : at + 512]))
+    begin = draw.randrange(len(content) + 1)
+    end = min(begin + 512, len(content))
+    content[begin:end] = bytes(end - begin)
     path.write_bytes(content)
 
 
@@ -228,7 +230,8 @@ def main() -> int:
     finally:
         server.close()
     bad = bad_ones(outcomes)
-    counts = Counter(outcome.partition(": ")[2] for outcome in outcomes if outcome not in bad)
+    good = [outcome for outcome in outcomes if outcome not in bad]
+    counts = Counter(outcome.partition(": ")[2] for outcome in good)
     lines = [f"{number:4} {name}" for name, number in sorted(counts.items())]
     print("\n".join([*lines, f"{len(bad):4} bad", *bad]), file=answer, flush=True)
     return 1 if bad else 0

@@ -34,7 +34,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    outcome = max(map(_outcome, _reports), key=_FROM_BEST_TO_WORST.index, default="error")
+    outcomes = [_outcome(report) for report in _reports]
+    outcome = max(outcomes, key=_FROM_BEST_TO_WORST.index, default="error")
     texts = [_text(report) for report in _reports if not report.passed]
     seconds = sum(report.duration for report in _reports)
     _tell(ends=nodeid, outcome=outcome, seconds=seconds, text="\n".join(texts))

@@ -46,9 +46,13 @@ class Package:
 
 def read_requirements() -> dict[str, Requirement]:
     """Return the lines of gpu_wheels.txt by the names of their packages."""
-    lines = [line.strip() for line in REQUIREMENTS.read_text().splitlines()]
-    requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    return {canonicalize_name(each.name): each for each in requirements}
+    requirements: dict[str, Requirement] = {}
+    for line in REQUIREMENTS.read_text().splitlines():
+        text = line.strip()
+        if text and not text.startswith("#"):
+            requirement = Requirement(text)
+            requirements[canonicalize_name(requirement.name)] = requirement
+    return requirements
 
 
 def read_pip_list(text: str) -> dict[str, str]:
@@ -85,12 +89,14 @@ def to_download(
     """Return the packages without torch, what torch needs, and what the other machine has."""
     by_name = {package.name: package for package in packages}
     left_out = with_needs(_TORCH, by_name) | _TOO_LARGE
-    left_out |= {name for name in by_name if name.startswith(_CUDA) and name not in requirements}
-    return [
-        package
-        for name, package in by_name.items()
-        if name not in left_out and not is_satisfied(name, have.get(name), requirements)
-    ]
+    for name in by_name:
+        if name.startswith(_CUDA) and name not in requirements:
+            left_out.add(name)
+    wanted = []
+    for name, package in by_name.items():
+        if name not in left_out and not is_satisfied(name, have.get(name), requirements):
+            wanted.append(package)
+    return wanted
 
 
 def with_needs(name: str, packages: Mapping[str, Package]) -> set[str]:
@@ -117,10 +123,12 @@ def resolve(options: Collection[str]) -> list[Package]:
 def main() -> int:
     asked = _arguments()
     requirements = read_requirements()
-    have = {} if asked.have is None else read_pip_list(asked.have.read_text())
-    if asked.have is not None and not have:
-        print(f"{asked.have} has no packages. Write the output of `python3 -m pip list` to it.", file=sys.stderr)
-        return 2
+    have: dict[str, str] = {}
+    if asked.have is not None:
+        have = read_pip_list(asked.have.read_text())
+        if not have:
+            print(f"{asked.have} has no packages. Write the output of `python3 -m pip list` to it.", file=sys.stderr)
+            return 2
     shutil.rmtree(asked.wheels, ignore_errors=True)
     asked.wheels.mkdir(parents=True)
     _pip("wheel", "--no-deps", "--wheel-dir", str(asked.wheels), str(requirements[_ONLY_SOURCE]))

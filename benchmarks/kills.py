@@ -117,7 +117,10 @@ def draw(seed: int, launcher: str) -> Case:
     """Return the case of a seed: always the same one."""
     choose = random.Random(seed)
     endless = choose.random() < 2 / 3
-    share = choose.uniform(0.0, 1.2) if endless else choose.uniform(0.6, 1.0)
+    if endless:
+        share = choose.uniform(0.0, 1.2)
+    else:
+        share = choose.uniform(0.6, 1.0)
     return Case(seed, launcher, endless, share)
 
 
@@ -219,7 +222,7 @@ def _wait_for(only: str | None, launcher: str, commands: Sequence[Started]) -> d
     while True:
         processes = _processes(launcher, commands)
         if only is not None:
-            processes = {role: found for role, found in processes.items() if role == only}
+            processes = {only: processes[only]} if only in processes else {}
         if processes or not any(_runs(command) for command in commands):
             return processes
         time.sleep(0.05)

@@ -130,7 +130,8 @@ def _mean_and_range(accuracies: Sequence[float]) -> str:
 
 def drawn(curves: dict[str, list[tuple[float, float]]]) -> str:
     """Return an SVG of accuracy over seconds, from `_LEAST` on."""
-    longest = max(curve[-1][0] for curve in curves.values())
+    ends = [curve[-1] for curve in curves.values()]
+    longest = max(seconds for seconds, _ in ends)
 
     def at(seconds: float, accuracy: float) -> tuple[float, float]:
         """Return the place of a point in the picture."""

@@ -142,7 +142,8 @@ def busy() -> Iterator[list[tuple[float, float]]]:
             pynvml.nvmlInit()
             device = pynvml.nvmlDeviceGetHandleByUUID(gpus[0].uuid)
             while not ended.wait(_LOOK_EVERY_S):
-                samples.append((time.time(), pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100))
+                usage = pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
+                samples.append((time.time(), usage))
 
     thread = threading.Thread(target=look)
     thread.start()

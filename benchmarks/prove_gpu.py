@@ -372,7 +372,8 @@ def main() -> int:
         join(asked.join, asked.report)
         print(f"{asked.report} has the sections of {' and '.join(map(str, asked.join))}")
         return 0
-    ends = time.monotonic() + (asked.seconds or SECONDS * len(asked.only))
+    seconds = asked.seconds or SECONDS * len(asked.only)
+    ends = time.monotonic() + seconds
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ask_to_end)
     has_failed = False

@@ -173,7 +173,8 @@ def run(case: Case, wholes: Wholes) -> Result:
                     status = started.wait(timeout=_TIMEOUT_S)
                     if status != 0:
                         return Result(case, (f"exit status {status}", started.printed()), kills)
-            return Result(case, tuple(differences(whole.run_dir, _run_dir(folder))), kills)
+            wrong = differences(whole.run_dir, _run_dir(folder))
+            return Result(case, tuple(wrong), kills)
     # Whatever it is, the other cases still have to be run.
     except Exception as error:
         return Result(case, (f"{type(error).__name__}: {error}",), kills)
@@ -247,7 +248,10 @@ def _kept(run_dir: Path) -> dict[str, str]:
     kept: dict[str, str] = {}
     for path in sorted(entries):
         if not path.name.startswith("."):
-            kept[path.name] = str(path.readlink()) if path.is_symlink() else ""
+            target = ""
+            if path.is_symlink():
+                target = str(path.readlink())
+            kept[path.name] = target
     return kept
 
 

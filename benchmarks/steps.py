@@ -67,7 +67,8 @@ def rows(asked: Asked) -> list[Row]:
         claim = f"toy step ÷ {other.name}"
         table.append(compare("steps", claim, wall, ("ours", other.name), unit=_US, target=TARGETS.get(other.name)))
     for name in TARGETS:
-        table.append(compare("steps", f"… CPU time of all threads ÷ {name}", cpu, ("ours", name), unit=_US))
+        claim = f"… CPU time of all threads ÷ {name}"
+        table.append(compare("steps", claim, cpu, ("ours", name), unit=_US))
     return table
 
 

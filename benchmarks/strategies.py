@@ -80,13 +80,15 @@ def rows(asked: Asked) -> list[Row]:
         "digits step": contestants(digits_run(10, 100)),
     }
     if can_slow_links():
-        works[f"digits step at {RATE}/s"] = [over_slow_link(each) for each in contestants(digits_run(4, 48))]
+        slowed = [over_slow_link(contestant) for contestant in contestants(digits_run(4, 48))]
+        works[f"digits step at {RATE}/s"] = slowed
     table: list[Row] = []
     for work, each_way in works.items():
         contest = take_turns(each_way, asked.rounds_or(ROUNDS), measure).get("wall")
         for name in WAYS:
             if name != "ddp":
-                table.append(compare("strategies", f"{work}, {name} ÷ ddp", contest, (name, "ddp"), unit=_MS))
+                claim = f"{work}, {name} ÷ ddp"
+                table.append(compare("strategies", claim, contest, (name, "ddp"), unit=_MS))
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 
 import torch
 from torch import nn
@@ -46,9 +47,10 @@ def main() -> None:
     batches = loader(work, asked, **options)
     source: object = batches
     if asked.ready:
-        chosen = endless(batches)
-        made = (next(chosen) for _ in range(asked.warm_up + asked.steps))
-        source = [(inputs.to(asked.device), targets.to(asked.device)) for inputs, targets in made]
+        ready = []
+        for inputs, targets in islice(endless(batches), asked.warm_up + asked.steps):
+            ready.append((inputs.to(asked.device), targets.to(asked.device)))
+        source = ready
     synchronize = None if asked.device == "cpu" else torch.cuda.synchronize
     stopwatch = Stopwatch(asked.warm_up, asked.steps, seconds=asked.seconds, synchronize=synchronize)
     train(model, work, source, stopwatch=stopwatch, device=asked.device)

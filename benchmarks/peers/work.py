@@ -45,7 +45,8 @@ def make(asked: argparse.Namespace) -> Work:
     """Model, data and optimizer, seeded."""
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
-    return {"toy": _toy, "mnist": _mnist, "digits": _digits}[asked.work](asked)
+    makers = {"toy": _toy, "mnist": _mnist, "digits": _digits}
+    return makers[asked.work](asked)
 
 
 def _toy(asked: argparse.Namespace) -> Work:
