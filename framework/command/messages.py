@@ -68,7 +68,7 @@ def training_summary(config: Config, run_dir: RunDir, status: int) -> str:
     facts.append(("logs", f"{path}/logs"))
     if has_checkpoints:
         facts.append(("resume", f"python -m framework {resume_arguments(run_dir)}"))
-    if run_dir.tensorboard.is_dir():
+    if run_dir.event_files:
         # The folder of all recipes' runs, to compare them.
         facts.append(("curves", tensorboard_command(run_dir.path.parents[1])))
     return "\n".join([*lines, format_facts(facts)])

@@ -40,6 +40,10 @@ _HPARAMS = (
     "trainer",
     "callbacks",
 )
+# The page shows the first five columns, by name, of those that differ: these have a star before the name.
+_FIRST_HPARAMS = ("recipe", "seed", "optimizer.lr")
+# The best value of the monitored metric, see `Logger.on_results`.
+_BEST = "best/"
 
 # The charts of "Custom Scalars": title → which numbers, as a regular expression. One without numbers is left out.
 _CHARTS = {
@@ -58,7 +62,7 @@ _CHARTS = {
 
 @final
 class TensorBoardLogger(Logger):
-    """Writes event files to the run's tensorboard folder: scalars under the names they come with, texts as code blocks.
+    """Writes event files to the run directory: scalars under the names they come with, texts as code blocks.
 
     A resumed run hides what was logged after the step it resumes from. "Custom Scalars" has the charts to look at
     first, "HParams" each finished run with its configuration and final metrics.
@@ -105,7 +109,7 @@ class TensorBoardLogger(Logger):
 
     def start(self, info: FitInfo) -> None:
         self._drop_writer()
-        self._purge_step = info.start_step + 1 if self._folder.is_dir() else None
+        self._purge_step = info.start_step + 1 if self._run_dir.event_files else None
         if self._wants_graph:
             from framework.loggers.tensorboard_model import keep_graph
 
@@ -125,15 +129,25 @@ class TensorBoardLogger(Logger):
             self._add_numbers(numbers, step=step)
 
     def on_results(self, metrics: Mapping[str, float]) -> None:
-        """Write what is trained, and how, and of the final metrics those that have no curve."""
+        """Write what is trained, and how, and of the final metrics those that have no curve.
+
+        The best value comes after its curve, as `val/loss/best`: the dashboard begins with the first name.
+        """
         # Afterwards, all names of curves are known.
         self.flush()
-        without_curve = {name: value for name, value in metrics.items() if name not in self._names}
+        without_curve = {}
+        for name, value in metrics.items():
+            if name.startswith(_BEST):
+                without_curve[f"{name.removeprefix(_BEST)}/best"] = value
+            elif name not in self._names:
+                without_curve[name] = value
         if without_curve:
             self._add_numbers(without_curve, step=self._step)
 
         config = load_written_config(self._run_dir)
-        trained = dict(_leaves({section: config[section] for section in _HPARAMS if section in config}))
+        trained = {}
+        for key, value in _leaves({section: config[section] for section in _HPARAMS if section in config}):
+            trained[f"*{key}" if key in _FIRST_HPARAMS else key] = value
         self._add(lambda writer: _write_hparams(writer, trained))
 
     def flush(self) -> None:

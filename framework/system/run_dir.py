@@ -55,8 +55,21 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         # Tables, images and texts, as NAME_STEP.csv, .png, .txt or .md; `/` in a name is written `__`.
         self.media = path / "media"
-        self.tensorboard = path / "tensorboard"
         self.logs = path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Return the folder of TensorBoard's event files: the run directory, since TensorBoard names runs by folders.
+
+        Earlier versions had a folder of its own below, in which their runs continue.
+        """
+        earlier = self.path / "tensorboard"
+        return earlier if earlier.is_dir() else self.path
+
+    @property
+    def event_files(self) -> list[Path]:
+        """Return TensorBoard's event files."""
+        return list(self.tensorboard.glob("events.out.tfevents.*"))
 
     def failure_of(self, *, node: int, attempt: int, is_last: bool) -> Path:
         """Return the report of a failure: node 0's, or that of a node cut off from it. is_last: no restart follows."""
@@ -250,7 +263,7 @@ def check_regular_files(run_dir: RunDir) -> None:
 
     That is a FIFO, socket or device, a loop of symlinks, a file in place of a folder, and a folder in place of a log.
     """
-    for place in (run_dir.checkpoints, run_dir.media, run_dir.tensorboard, run_dir.logs):
+    for place in (run_dir.checkpoints, run_dir.media, run_dir.logs):
         if os.path.lexists(place) and not place.is_dir():
             raise RequestError(f"{place} isn't a folder. Remove it to resume the run.")
     folders = [run_dir.path]

@@ -29,7 +29,7 @@ ROUNDED = 5.1e-5
 WORDS = {
     "custom_scalars": ["validation", "learning rate", "gradient norm", "samples per second", "shares of a step"],
     # The key that differs comes first.
-    "hparams": ["Hyperparameters optimizer.lr ", "best/val/accuracy", "0.050000", "0.010000"],
+    "hparams": ["Hyperparameters *optimizer.lr ", "val/accuracy/best", "0.050000", "0.010000"],
 }
 """What is on two other pages."""
 LISTED_RUNS = """
@@ -71,7 +71,7 @@ def test_tensorboard_shows_the_curves_of_two_runs(train, tmp_path):
     runs = {}
     for rate in LEARNING_RATES:
         run_dir = train(*SHORT, f"optimizer.lr={rate}")
-        runs[str((run_dir / "tensorboard").relative_to(tmp_path / "outputs"))] = run_dir
+        runs[str(run_dir.relative_to(tmp_path / "outputs"))] = run_dir
     with tensorboard.served(tmp_path, num_runs=len(runs)) as address:
         url = tensorboard.time_series(address, tagFilter="loss|accuracy|lr", smoothing="0")
         with opened_page(url, program=program, width=1400, height=900) as page:

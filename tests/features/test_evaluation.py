@@ -99,7 +99,7 @@ def test_tensorboard_has_what_metrics_jsonl_has(trained):
     events = results.events(trained)
     names = {name for name in results.logged_names(trained) if "/" in name}
     # The best value is logged for the table of hyperparameters.
-    assert set(events.Tags()["scalars"]) == names | {"best/val/loss"}
+    assert set(events.Tags()["scalars"]) == names | {"val/loss/best"}
     for name in names:
         points = {event.step: event.value for event in events.Scalars(name)}
         assert points == {step: pytest.approx(value, rel=1e-6) for step, value in results.curve(trained, name).items()}

@@ -143,9 +143,7 @@ def test_a_page_holds_only_files_of_its_run(copied: Callable[[str], Path], tmp_p
     assert not Path("other.html").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "logs/rank_0.log", "tensorboard", ".lock", "run.json", "media/x_1.png"]
-)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank_0.log", "media", ".lock", "run.json", "media/x_1.png"])
 def test_a_resumed_run_writes_nothing_outside_of_it(
     copied: Callable[[str], Path], tmp_path: Path, capsys: Any, name: str
 ) -> None:

@@ -28,7 +28,7 @@ def test_model_data_and_processes_are_shown_first(train):
         assert line.split() in lines
     full = "classifier.3  Linear           1,290  all"
     assert full in results.log(run_dir)
-    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    events = EventAccumulator(str(run_dir)).Reload()
     assert full in events.Tensors("summary/text_summary")[0].tensor_proto.string_val[0].decode()
 
 

@@ -93,8 +93,9 @@ def test_a_killed_runs_test_is_logged_once(train, shared_run, tmp_path):
     (run / "run.json").write_text(json.dumps({**content, "status": "running"}))
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(line for line in lines if "test/loss" not in line))
-    for name in ("tensorboard", "logs"):
-        shutil.rmtree(run / name)
+    shutil.rmtree(run / "logs")
+    for file in run.glob("events.out.tfevents.*"):
+        file.unlink()
     train(f"resume={run}")
     assert results.curve(run, "test/loss") == wanted
     assert [event.step for event in results.events(run).Scalars("test/loss")] == [50]

@@ -198,7 +198,7 @@ def differences(one: Path, other: Path) -> list[str]:
         pairs = zip(numbers(one), numbers(other), strict=False)
         unequal = next((pair for pair in pairs if pair[0] != pair[1]), "more rows in one")
         lines.append(f"metrics.jsonl: {unequal}")
-    if (one / "tensorboard").is_dir():
+    if list(one.glob("events.out.tfevents.*")):
         ours = _curves(one)
         theirs = _curves(other)
         lines += [f"tensorboard: {tag}" for tag in {**ours, **theirs} if ours.get(tag) != theirs.get(tag)]

@@ -45,7 +45,7 @@ def repeated(run_dir: Path) -> dict[tuple[int, str], int]:
 
 def events(run_dir: Path) -> EventAccumulator:
     """What TensorBoard shows of it."""
-    found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0, "histograms": 0})
+    found = EventAccumulator(str(run_dir), size_guidance={"tensors": 0, "scalars": 0, "histograms": 0})
     found.Reload()
     return found
 

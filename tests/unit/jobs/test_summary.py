@@ -104,7 +104,7 @@ def test_commands_work_where_they_are_printed(run_dir: RunDir, tmp_path: Path, m
     outputs = run_dir.path.parents[1].rename(tmp_path / "my, outputs")
     moved = RunDir(outputs / "some" / run_dir.path.name)
     write_small(moved.checkpoints, 20)
-    moved.tensorboard.mkdir()
+    (moved.path / "events.out.tfevents.1.host").touch()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     words = shlex.split(closing(moved, 1))

@@ -209,8 +209,8 @@ def test_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [step for step in shown if step != 3] == [1, 2, 9], "step 3 may have been flushed or not"
     printed = capsys.readouterr()
     refused, again = printed.out.splitlines()
-    assert refused.startswith(f"{tmp_path / 'tensorboard'} can't be written: File too large")
-    assert again == f"{tmp_path / 'tensorboard'} is writable again"
+    assert refused.startswith(f"{tmp_path} can't be written: File too large")
+    assert again == f"{tmp_path} is writable again"
     assert printed.err == ""
 
 
