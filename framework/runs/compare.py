@@ -13,8 +13,8 @@ from framework.runs.record import RunRecord
 from framework.system.formatting import format_duration, format_metric, format_table, terminal_width
 from framework.system.shown_text import printable
 
+# By name, the value in each run; None for a run that has none.
 Section = dict[str, list[Any]]
-"""Name → its value in each run; None for a run that has none."""
 NO_CODE = "The code can't be compared: no run was started in a git repository."
 
 # These keys say where a run comes from, not what it is.
@@ -37,11 +37,11 @@ def compare(records: Sequence[RunRecord]) -> dict[str, Section]:
 
 def compare_origins(facts: Sequence[Mapping[str, Any]]) -> dict[str, Section]:
     """Return the sections code, versions and machine, from the content of each `run.json`."""
-    revisions = [run.get("git") or {} for run in facts]
+    git_states = [run.get("git") or {} for run in facts]
     versions = [run.get("versions", {}) for run in facts]
     machines = [run.get("hardware", {}) | run.get("topology", {}) for run in facts]
     return {
-        "code": _code(revisions),
+        "code": _code(git_states),
         "versions": _differing(versions),
         "machine": _differing(machines),
     }
@@ -55,16 +55,20 @@ def metrics(records: Sequence[RunRecord]) -> Section:
         column |= {f"{name} (last)": value for name, value in record.last_metrics.items()}
         column |= record.test_metrics
         columns.append(column)
-    return {name: [column.get(name) for column in columns] for name in _names(columns)}
+    section = {}
+    for name in _names(columns):
+        section[name] = [column.get(name) for column in columns]
+    return section
 
 
 def _run(records: Sequence[RunRecord]) -> Section:
-    results = [record.facts.get("results") or {} for record in records]
-    return {
-        "status": [record.status for record in records],
-        "time": [format_duration(record.seconds) for record in records],
-        "steps": [result.get("steps") for result in results],
-    }
+    section: Section = {"status": [], "time": [], "steps": []}
+    for record in records:
+        results = record.facts.get("results") or {}
+        section["status"].append(record.status)
+        section["time"].append(format_duration(record.seconds))
+        section["steps"].append(results.get("steps"))
+    return section
 
 
 def _compared_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,13 +91,18 @@ def _value_or_null(column: Mapping[str, Any], name: str) -> Any:
     if name not in column:
         return None
     value = column[name]
-    return "null" if value is None else value
+    if value is None:
+        return "null"
+    return value
 
 
-def _code(revisions: Sequence[Mapping[str, str]]) -> Section:
-    """Return the git revision, and the files whose uncommitted changes differ."""
-    section = _differing([{"revision": git["revision"]} if git else {} for git in revisions])
-    changes = [_changed_files(git.get("diff", "")) for git in revisions]
+def _code(git_states: Sequence[Mapping[str, str]]) -> Section:
+    """Return the git revision, and the files whose uncommitted changes differ. A state is empty if it is unknown."""
+    revisions = []
+    for git in git_states:
+        revisions.append({"revision": git["revision"]} if git else {})
+    section = _differing(revisions)
+    changes = [_changed_files(git.get("diff", "")) for git in git_states]
     for name in _names(changes):
         row = [files.get(name) for files in changes]
         if any(change != row[0] for change in row):
@@ -109,18 +118,21 @@ def _changed_files(diff: str) -> dict[str, str]:
 
 def _summaries(changes: Sequence[str | None]) -> list[str | None]:
     """Return the lines added and removed by each change; None for a run without one."""
-    counts = [None if change is None else _count(change) for change in changes]
-    if len(set(counts)) == len(set(changes)):
-        return counts
-    # Different changes have as many lines, so that a digest must tell them apart.
-    summaries: list[str | None] = []
-    for change, count in zip(changes, counts, strict=True):
+    counts: list[str | None] = []
+    counts_with_digests: list[str | None] = []
+    for change in changes:
         if change is None:
-            summaries.append(None)
+            counts.append(None)
+            counts_with_digests.append(None)
         else:
+            count = _count(change)
             digest = hashlib.sha256(change.encode()).hexdigest()[:_DIGEST_CHARS]
-            summaries.append(f"{count} ({digest})")
-    return summaries
+            counts.append(count)
+            counts_with_digests.append(f"{count} ({digest})")
+    # If different changes have as many lines, a digest tells them apart.
+    if len(set(counts)) < len(set(changes)):
+        return counts_with_digests
+    return counts
 
 
 def _count(change: str) -> str:

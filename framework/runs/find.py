@@ -59,7 +59,9 @@ def named_runs(paths: Sequence[str]) -> list[RunRecord]:
 
         below = find_runs(path)
         if not below:
-            hint = "" if path.is_dir() else _nearest_folder(path)
+            hint = ""
+            if not path.is_dir():
+                hint = _nearest_folder(path)
             raise ConfigError(f"runs={text}: neither a run directory nor a folder with runs.{hint}")
         records += below
     return records

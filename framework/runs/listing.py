@@ -172,11 +172,17 @@ def json_text(content: Any) -> str:
 
 def csv_cell(value: Any) -> Any:
     """Return a cell of a CSV file: of a text, without control characters."""
-    return printable(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return printable(value)
+    return value
 
 
 def list_text(records: Sequence[RunRecord], *, num_found: int, where: str) -> str:
-    """Return the table of the runs, and their number by status. num_found: before `runs.filter`."""
+    """Return the table of the runs, and their number by status.
+
+    Args:
+        num_found: The number of runs before `runs.filter`.
+    """
     if not num_found:
         return f"No runs in {where}"
     if not records:
@@ -195,7 +201,9 @@ def table_lines(records: Sequence[RunRecord], *, width: int) -> list[str]:
     shared = _shared_overrides(records)
     rows = [dict(zip(_HEAD, _cells(record, shared), strict=True)) for record in records]
     header = {name: name for name in _HEAD}
-    sizes = {name: max(len(row[name]) for row in (header, *rows)) for name in _HEAD}
+    sizes = {}
+    for name in _HEAD:
+        sizes[name] = max(len(row[name]) for row in (header, *rows))
 
     fixed = {name: size for name, size in sizes.items() if name != "overrides"}
     if _table_width(fixed) + len(_GAP) + _MIN_OVERRIDES <= width:
@@ -222,7 +230,11 @@ def _shared_overrides(records: Sequence[RunRecord]) -> set[str]:
 
 
 def _cells(record: RunRecord, shared: Collection[str]) -> list[str]:
-    """Return the cells under `_HEAD`. shared: overrides that all runs have, which come last."""
+    """Return the cells under `_HEAD`.
+
+    Args:
+        shared: Overrides that all runs have, which come last.
+    """
     cells = [
         record.run,
         record.recipe,
@@ -266,4 +278,6 @@ def _lines_below(row: Mapping[str, str], names: Collection[str], *, width: int) 
 
 
 def _clipped(line: str, width: int) -> str:
-    return line if len(line) <= width else f"{line[: width - 1]}…"
+    if len(line) <= width:
+        return line
+    return f"{line[: width - 1]}…"

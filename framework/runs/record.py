@@ -74,7 +74,7 @@ def record_start(run_dir: RunDir, start: RunStart) -> None:
     try:
         run_dir.logs.mkdir(exist_ok=True)
         if start.raw.get("resume") is not None:
-            # Those of the previous start go; its logs stay.
+            # The failure reports of the previous start go; its logs stay.
             for file in run_dir.path.glob("failure*.json"):
                 file.unlink()
         objects = _save_objects(run_dir, start)
@@ -93,9 +93,10 @@ def record_start(run_dir: RunDir, start: RunStart) -> None:
 
 
 def record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Record how the run ended. late: ranks that others waited for and that caught up.
+    """Record how the run ended. A full disk is only reported: the reason why it ended has yet to be printed.
 
-    A full disk is only reported: the reason why the run ended has yet to be printed.
+    Args:
+        late: Ranks that others waited for and that caught up.
     """
     facts = {"status": status, "ended": _now(), "late": [dict(rank) for rank in late]}
     try:
@@ -169,9 +170,9 @@ def _save_objects(run_dir: RunDir, start: RunStart) -> _Objects:
     files = list(start.raw.get("objects") or ())
     facts = {}
     for file in map(Path, files):
-        # A rerun's are in the original run.
+        # The objects of a rerun are in the original run.
         if file.parent == run_dir.path:
-            # Those of a run of an earlier version are recorded from now on.
+            # Earlier versions didn't record the files of objects; from now on they are recorded.
             facts[file.name] = run_dir.recorded_facts(file.name) or FileFacts.of(run_dir.read_unchanged(file))
     if start.objects is None:
         return _Objects({}, facts)
@@ -272,15 +273,21 @@ class RunRecord:
         if self.status == "running":
             now = datetime.now(timezone.utc).isoformat()
             durations.append(_seconds_between(self.facts["started"], now))
-        return sum(durations) if durations else None
+        if not durations:
+            return None
+        return sum(durations)
 
     @property
     def best(self) -> float | None:
-        return None if self.monitor is None else self.best_metrics.get(self.monitor)
+        if self.monitor is None:
+            return None
+        return self.best_metrics.get(self.monitor)
 
     @property
     def last(self) -> float | None:
-        return None if self.monitor is None else self.last_metrics.get(self.monitor)
+        if self.monitor is None:
+            return None
+        return self.last_metrics.get(self.monitor)
 
     @property
     def best_metrics(self) -> Mapping[str, float]:
@@ -407,7 +414,8 @@ def _check_text(value: Any) -> None:
 def read_rows(run_dir: RunDir, *, having: str | None = None, warns: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the readable rows of metrics.jsonl, only those with the metric `having` if that is given.
 
-    warns: about damaged lines that are left out.
+    Args:
+        warns: Warn about damaged lines, which are left out.
     """
     if not run_dir.metrics_file.exists():
         return

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+# Steps in order, and the values; None where the value wasn't finite.
 Curve = list[tuple[int, float | None]]
-"""Steps in order, and the values; None where the value wasn't finite."""
 
 # The whole chart in SVG units, about one pixel each on a phone.
 WIDTH = 400
@@ -88,39 +88,32 @@ def chart(curves: Sequence[Curve | None], *, name: str, mode: str | None = None)
         curves: one for each run, None for a run without it.
         mode: `min` or `max` marks each run's best value.
     """
-    stretches = []
-    for number, curve in enumerate(curves):
-        for stretch in _finite(curve or []):
-            stretches.append((number, stretch))
+    # The scales are those of all curves.
     steps = []
     values = []
-    for _, stretch in stretches:
-        for step, value in stretch:
-            steps.append(step)
-            values.append(value)
+    for curve in curves:
+        for step, value in curve or []:
+            if value is not None:
+                steps.append(step)
+                values.append(value)
     x = Scale(steps, LEFT, RIGHT)
     y = Scale(values, BOTTOM, TOP)
+    whole_steps = [step for step in ticks(x.low, x.high) if step == int(step)]
+    x_ticks = [(x(step), format_tick(step)) for step in whole_steps]
+    y_ticks = [(y(value), format_tick(value)) for value in ticks(y.low, y.high)]
 
     lines = []
-    for number, stretch in stretches:
-        places = [(x(step), y(value)) for step, value in stretch]
-        lines.append(Line(color(number), places))
+    for number, curve in enumerate(curves):
+        for stretch in _finite(curve or []):
+            places = [(x(step), y(value)) for step, value in stretch]
+            lines.append(Line(color(number), places))
     best = []
     for number, curve in enumerate(curves):
         point = best_point(curve or [], mode=mode)
         if point is not None:
             step, value = point
             best.append(Mark(color(number), x(step), y(value), f"best: {value:.4g} at step {step:,}"))
-    whole_steps = [value for value in ticks(x.low, x.high) if value == int(value)]
-    return Chart(
-        name,
-        x.low,
-        x.high,
-        y_ticks=[(y(value), format_tick(value)) for value in ticks(y.low, y.high)],
-        x_ticks=[(x(value), format_tick(value)) for value in whole_steps],
-        lines=lines,
-        best=best,
-    )
+    return Chart(name, low=x.low, high=x.high, y_ticks=y_ticks, x_ticks=x_ticks, lines=lines, best=best)
 
 
 def best_point(curve: Curve, *, mode: str | None) -> tuple[int, float] | None:
@@ -161,8 +154,10 @@ def ticks(low: float, high: float) -> list[float]:
     rough = high / _NUM_TICKS - low / _NUM_TICKS
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * 0.999)
+    # The margins take up errors of rounding.
     first = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    last = math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
 
 
 def format_tick(value: float) -> str:

@@ -59,9 +59,15 @@ def make_page(records: Sequence[RunRecord]) -> str:
     for record in records:
         _check_records(record.run_dir)
     recipes = ", ".join(dict.fromkeys(record.recipe for record in records))
-    is_single = len(records) == 1
-    name = records[0].run_dir.path.name if is_single else format_count(len(records), "run")
+    if len(records) == 1:
+        title = f"{recipes}: {records[0].run_dir.path.name}"
+        differences = []
+    else:
+        title = f"{recipes}: {format_count(len(records), 'run')}"
+        differences = _differences(records)
+    runs = [_run(number, record) for number, record in enumerate(records)]
     charts, logged_once = _curves(records)
+
     style = (_HERE / "style.css").read_text(encoding="utf-8")
     script = (_HERE / "script.js").read_text(encoding="utf-8")
     environment = Environment(
@@ -69,21 +75,21 @@ def make_page(records: Sequence[RunRecord]) -> str:
     )
     environment.filters["color"] = color
     return environment.get_template("page.html").render(
-        title=f"{recipes}: {name}",
+        title=title,
         made=f"{datetime.now():%Y-%m-%d %H:%M}",
         policy=_policy(style=style, script=script),
         style=Markup(style),
         script=Markup(script),
         area=_AREA,
         points={"area": _AREA, "colors": curves.NUM_COLORS, "curves": list(charts.values())},
-        runs=[_run(number, record) for number, record in enumerate(records)],
+        runs=runs,
         failures=list(_failures(records)),
         results=_rows(metrics(records) | logged_once, better=_better(records)),
         charts=_figures(charts, records=records),
         tables=list(_tables(records)),
         evaluations=list(_evaluations(records)),
         media=list(_media(records)),
-        differences=[] if is_single else _differences(records),
+        differences=differences,
     )
 
 
@@ -112,7 +118,9 @@ def _source_hash(text: str) -> str:
 
 def _finalized(value: Any) -> Any:
     """Return a value of the template as text that is safe to show; escaping comes afterwards."""
-    return value if isinstance(value, Markup) else shown(str(value))
+    if isinstance(value, Markup):
+        return value
+    return shown(str(value))
 
 
 # Files of a run
@@ -234,7 +242,7 @@ def _failure(file: Path, run_dir: RunDir) -> str:
 
 class _Cell(NamedTuple):
     text: str
-    # It is the best value of its row.
+    # If it is the best value of its row.
     is_best: bool = False
 
 
@@ -242,16 +250,28 @@ _Row = tuple[str, list[_Cell]]
 
 
 def _rows(section: Section, *, better: Mapping[str, str] | None = None) -> list[_Row]:
-    """Return the rows of a table. better: `min` or `max` by the names of the rows whose best value is marked."""
+    """Return the rows of a table.
+
+    Args:
+        better: `min` or `max`, by the names of the rows whose best value is marked.
+    """
     rows = []
     for name, values in section.items():
         best = None
         if better is not None and name in better:
-            finite = [value for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
-            choose = min if better[name] == "min" else max
-            best = choose(finite, default=None) if len(values) > 1 else None
+            best = _best(values, mode=better[name])
         rows.append((name, [_Cell(cell(value), best is not None and value == best) for value in values]))
     return rows
+
+
+def _best(values: Sequence[Any], *, mode: str) -> float | None:
+    """Return the best of several values; None without a finite one, and for a single value."""
+    finite = [value for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+    if len(values) == 1 or not finite:
+        return None
+    if mode == "min":
+        return min(finite)
+    return max(finite)
 
 
 def _better(records: Sequence[RunRecord]) -> dict[str, str]:
@@ -340,7 +360,9 @@ def _figures(
 
 
 def _value(value: float | None) -> str:
-    return "not finite" if value is None else format_metric(value)
+    if value is None:
+        return "not finite"
+    return format_metric(value)
 
 
 # Tables and evaluations
@@ -424,23 +446,26 @@ def _is_rule(text: str) -> bool:
 
 def _matrix(rows: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return a confusion matrix, shaded by shares of the row; mistakes relative to the largest share of mistakes."""
-    classes = [row[0] for row in rows[1:]]
-    counts = [[int(cell) for cell in row[1:]] for row in rows[1:]]
+    classes = []
+    counts = []
+    for name, *cells in rows[1:]:
+        classes.append(name)
+        counts.append([int(cell) for cell in cells])
     shares = [_shares(row) for row in counts]
     largest_mistake = 0.0
     for target, row in enumerate(shares):
         largest_mistake = max([largest_mistake, *row[:target], *row[target + 1 :]])
 
     body = []
-    for target, (name, row) in enumerate(zip(classes, shares, strict=True)):
-        cells = []
+    for target, row in enumerate(shares):
+        shaded_row = []
         for predicted, share in enumerate(row):
             count = counts[target][predicted]
             if target == predicted:
-                cells.append(_Share(count, f"on s{_shade(share)}"))
+                shaded_row.append(_Share(count, f"on s{_shade(share)}"))
             else:
-                cells.append(_Share(count, f"s{_shade(share / (largest_mistake or 1))}"))
-        body.append((name, cells))
+                shaded_row.append(_Share(count, f"s{_shade(share / (largest_mistake or 1))}"))
+        body.append((classes[target], shaded_row))
     return {"head": rows[0][1:], "rows": body}
 
 
