@@ -10,8 +10,10 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from framework.config import source
@@ -273,11 +275,21 @@ def _no_such_in(path: str, names: Collection[str], *, file: str | None) -> str:
         return f"there is no module {name}.{did_you_mean(guess)}"
     if guess is not None:
         return f"there is no {name} in {parent}.{did_you_mean(f'{parent}.{guess}')}"
-    # Another package of the same name may hide the one that is meant.
-    place = ""
-    if file:
-        place = f" ({file})"
-    return f"there is no {name} in {parent}{place}."
+    if file is None:
+        return f"there is no {name} in {parent}."
+    return f"there is no {name} in {parent} ({file}).{_hidden_by(file, package=path.partition('.')[0])}"
+
+
+def _hidden_by(file: str, *, package: str) -> str:
+    """Return, after a space, what to do if a file of the user's hides an installed package; empty if it doesn't."""
+    places = [Path(entry or ".", package).resolve() for entry in sys.path]
+    hidden = [place for place in places if place.is_dir() and not Path(file).resolve().is_relative_to(place)]
+    if not hidden:
+        return ""
+    is_merged = Path(file).name == "__init__.py" and not (hidden[0] / "__init__.py").exists()
+    if is_merged:
+        return f" It hides {hidden[0]}: delete this __init__.py, and both folders are found; or rename the folder."
+    return f" It hides {hidden[0]}: rename it."
 
 
 def _names_in(parent: Any) -> list[str]:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, NoReturn, final
 
 from framework.errors import FrameworkError, LaunchError, RunError
@@ -40,6 +41,13 @@ PRELOAD = (
 _SHORT_PRELOAD = PRELOAD[:2]
 _END_TIMEOUT_S = 5.0
 
+_ROOT = Path(__file__).resolve().parents[2]
+# Not by `-m`, which would find a folder of the user's called framework first. Only this import takes another path.
+_START = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from framework.launch.fork_server import main; "
+    "del sys.path[0]; main(sys.argv[1:])"
+)
+
 
 @final
 class ForkServer:
@@ -53,7 +61,7 @@ class ForkServer:
         self._connection, theirs = Pipe()
         # A session of its own: Ctrl-C at the terminal reaches only the parent, which decides for all.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "framework.launch.fork_server", str(theirs.fileno()), str(os.getpid()), *preload],
+            [sys.executable, "-c", _START, str(_ROOT), str(theirs.fileno()), str(os.getpid()), *preload],
             pass_fds=[theirs.fileno()],
             env={**self._defaults, **os.environ},
             start_new_session=True,
@@ -250,7 +258,3 @@ def _reap() -> None:
         pid = -1
         while pid != 0:
             pid, _ = os.waitpid(-1, os.WNOHANG)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.helpers import results
+from tests.helpers.source import ROOT
 
 RECIPE = '''
 import torch
@@ -138,6 +143,24 @@ def test_a_package_that_hides_recipes_is_named(train, folder, capsys):
     train("recipe=toy", status=2)
     printed = capsys.readouterr().err
     assert f"there is no toy in recipes ({folder}/recipes/__init__.py)" in printed
+
+
+@pytest.mark.exhaustive
+def test_an_own_folder_called_framework_hides_nothing_from_the_command(tmp_path):
+    """`framework`, the command; `python -m framework` finds the folder instead, before any code of ours."""
+    command = tmp_path / "bin/framework"
+    command.parent.mkdir()
+    command.write_text("import sys\nfrom framework.__main__ import main\nsys.exit(main())\n")
+    own = tmp_path / "own/framework"
+    own.mkdir(parents=True)
+    (own / "__init__.py").write_text("raise RuntimeError('the wrong one')")
+    subprocess.run(
+        [sys.executable, command, "recipe=toy", "trainer.gpus=0", "trainer.fast_dev_run=true", "data.num_workers=1"],
+        cwd=own.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=100,
+        check=True,
+    )
 
 
 def test_an_unknown_monitor_names_the_known_metrics(train, folder, capsys):

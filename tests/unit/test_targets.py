@@ -48,6 +48,26 @@ def test_what_fits_passes() -> None:
     check_targets(config(scheduler={"schedule": None}))
 
 
+@pytest.mark.parametrize("is_package", [False, True])
+def test_a_package_that_hides_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_package: bool
+) -> None:
+    name = f"twice_{is_package}"
+    own = tmp_path / "own" / name
+    installed = tmp_path / "installed" / name
+    for folder in (installed, own):
+        folder.mkdir(parents=True)
+        monkeypatch.syspath_prepend(folder.parent)
+    (own / "__init__.py").touch()
+    (installed / "part.py").touch()
+    advice = "delete this __init__.py, and both folders are found"
+    if is_package:
+        (installed / "__init__.py").touch()
+        advice = "rename it."
+    with pytest.raises(TargetError, match=f"there is no part in {name} .*It hides {installed}: {advice}"):
+        import_target(f"{name}.part.Model")
+
+
 @pytest.mark.parametrize(
     ("given", "supplied", "message"),
     [
