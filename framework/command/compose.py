@@ -32,7 +32,7 @@ from framework.command.hydra_compose import (
     with_override,
     without_swept,
 )
-from framework.command.job import check_config, load_job
+from framework.command.job import check_request, load_job
 from framework.command.mistakes import explain, refuse_words
 from framework.command.request import JobResult, PythonCall, Request
 from framework.command.resume import BaseRun, find_base, names_a_run, own_outputs
@@ -259,8 +259,6 @@ class _Command:
         if self._call is not None and self._call.name is not None:
             raw["recipe"] = self._call.name
         config = parse(raw)
-        check_config(config)
-
         all_overrides = self._base.overrides or overrides
         overrides = tuple(text for text in all_overrides if not names_a_run(text))
         parent_run = self._base.parent_run
@@ -270,7 +268,7 @@ class _Command:
             arguments = [*self._own_flags(), *filter(names_a_run, self._base.typed), *overrides]
             folder = Path(config.path.outputs, "multirun") if parent_run is None else parent_run / config.job
             sub_run = folder / self._sweep_name / str(number)
-        return Request(
+        request = Request(
             config=config,
             raw=raw,
             overrides=overrides,
@@ -282,6 +280,8 @@ class _Command:
             external_ranks=self._external_ranks,
             parent_run=parent_run,
         )
+        check_request(request)
+        return request
 
     def _own_flags(self) -> list[str]:
         """Return the flags that one run of a sweep is started with."""

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from framework.command.launcher import placement_mistakes
 from framework.command.request import JobResult, Request
 from framework.command.run_ranks import run_ranks
-from framework.config.checks import check, source_mistakes
+from framework.config.checks import rule_mistakes, source_mistakes
 from framework.config.jobs import FUNCTION, JOBS, is_class_name
+from framework.config.parse import raise_mistakes
 from framework.config.schema import Config
 from framework.config.targets import import_target
-from framework.errors import TargetError
+from framework.errors import RequestError, TargetError
 from framework.system.formatting import display_path, format_facts
 from framework.system.run_dir import RunDir
 
@@ -62,8 +64,7 @@ class Job:
     def check(self, request: Request) -> None:
         """Raise FrameworkError for what can't be met on this machine. In a sweep, before the first run starts."""
         if self.needs_ranks:
-            # Raises FrameworkError for any mistake that can be found before anything starts.
-            _ = request.placement
+            raise_mistakes(placement_mistakes(request.config, request.placement, trains=self.trains))
 
     def run(self, request: Request) -> JobResult:
         """Do the job and return how it ended: by default, `rank` in every rank, then print `text`.
@@ -160,11 +161,22 @@ def load_job(name: str) -> Job:
     return job_class()
 
 
-def check_config(config: Config) -> Job:
-    """Return the job of a configuration. Raises ConfigError with all rules between keys that it breaks."""
+def check_request(request: Request) -> None:
+    """Raise ConfigError with all mistakes that the configuration of a request shows.
+
+    Those of the processes are among them if there are others; alone, `Job.check` reports them.
+    """
+    config = request.config
     job = load_job(config.job)
-    check(config, also=_mistakes(job, config))
-    return job
+    mistakes = [*rule_mistakes(config), *_mistakes(job, config)]
+    # What is wrong with these sections decides what the processes are.
+    is_placed = not any(mistake.startswith(("launcher", "topology", "strategy")) for mistake in mistakes)
+    if mistakes and job.needs_ranks and is_placed:
+        try:
+            mistakes += placement_mistakes(config, request.placement, trains=job.trains)
+        except RequestError as error:
+            mistakes.append(str(error))
+    raise_mistakes(mistakes)
 
 
 def _mistakes(job: Job, config: Config) -> Iterator[str]:

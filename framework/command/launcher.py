@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from framework.checkpoint import find, find_weights
-from framework.config.schema import BackendName, Config
+from framework.config.schema import BackendName, Config, Node
+from framework.config.targets import SourceSignatures, check_devices
 from framework.config.topology import Topology
+from framework.data.batching import plan_steps
 from framework.errors import ConfigError, RequestError
 from framework.launch.base import Launcher, launcher_class
 from framework.launch.handshake import ExternalRanks
+from framework.strategies.rules import callback_mistakes, refusals, rules_of, strategy_request
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,31 @@ def place(
         _check_several_nodes(config, is_swept=is_swept)
     backend = _backend(config, topology)
     return Placement(launcher, topology, backend)
+
+
+def placement_mistakes(config: Config, placement: Placement, *, trains: bool) -> list[str]:
+    """Return what is wrong with the strategy, the model and the batches for these processes, as far as sources show it.
+
+    The ranks check the same, and the rest.
+    """
+    topology = placement.topology
+    node = config.strategy
+    rules_class = rules_of(node["_target_"])
+    mistakes: list[str] = []
+    if rules_class is not None:
+        request = strategy_request(config, topology, backend=placement.backend, trains=trains)
+        rules = rules_class(request)
+        mistakes += rules.mistakes()
+        if not mistakes:
+            mistakes += refusals(lambda: plan_steps(config, rules.data_share()))
+            mistakes += callback_mistakes(_callbacks(config), rules, target=node["_target_"])
+    mistakes += refusals(lambda: check_devices(config.model, topology.span, SourceSignatures()))
+    return mistakes
+
+
+def _callbacks(config: Config) -> Mapping[str, Node]:
+    """Return the callbacks that will be built."""
+    return {} if config.trainer.fast_dev_run else config.callbacks
 
 
 def _check_starter(launcher: Launcher, external_ranks: ExternalRanks | None) -> None:

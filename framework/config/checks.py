@@ -1,26 +1,24 @@
 """Rules between keys: names that must exist, and values that exclude each other.
 
-Rules that depend on the machine are in `command.launcher`; a strategy's own rules are in its class, on the ranks. Each
-message says what was set, what it conflicts with, and what to do.
+Rules that depend on the machine are in `command.launcher`, a strategy's own ones in `strategies.rules`. Each message
+says what was set, what it conflicts with, and what to do.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from framework.config.optimizers import optimizer_configs, schedules
-from framework.config.parse import raise_mistakes
 from framework.config.schema import CUDA_GRAPH_MODES, Config
 from framework.config.suggest import did_you_mean
 from framework.config.targets import SourceSignatures, check_node, import_target, target_mistakes
 from framework.errors import ConfigError
 
 
-def check(config: Config, *, also: Iterable[str] = ()) -> None:
-    """Raise one ConfigError with all rules that `config` breaks. also: further mistakes, those of the job."""
-    mistakes: list[str] = []
+def rule_mistakes(config: Config) -> Iterator[str]:
+    """Yield what is wrong between the keys of `config`."""
     for rule in (
         _limits,
         _trainer,
@@ -32,8 +30,7 @@ def check(config: Config, *, also: Iterable[str] = ()) -> None:
         _metrics,
         _init,
     ):
-        mistakes += rule(config)
-    raise_mistakes([*mistakes, *also])
+        yield from rule(config)
 
 
 def _limits(config: Config) -> Iterator[str]:
@@ -192,7 +189,7 @@ def source_mistakes(config: Config) -> Iterator[str]:
     if any(_optimizer(config)):
         return
     if config.trainer.fast_dev_run:
-        # Neither is built.
+        # Neither of them is built.
         config = replace(config, logger={}, callbacks={})
     yield from target_mistakes(config, SourceSignatures())
 

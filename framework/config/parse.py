@@ -62,7 +62,8 @@ def as_text(mistakes: Sequence[str]) -> str:
     if len(mistakes) == 1:
         return mistakes[0]
     lines = [f"The configuration has {len(mistakes)} mistakes:"]
-    lines += [f"  - {mistake}" for mistake in mistakes]
+    for mistake in mistakes:
+        lines.append("  - " + mistake.replace("\n", "\n    "))
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from inspect import Parameter
 from pathlib import Path
+from typing import Any
 
 # Decorators that leave a function's or class's signature as it is.
 _TRANSPARENT = frozenset({"final", "typing.final", "staticmethod"})
@@ -206,6 +207,15 @@ def declared(found: Found, name: str) -> str | None:
 def defines(found: SourceClass, name: str) -> bool:
     """Return True if the class itself, not only a base, binds this attribute."""
     return bool(_definitions(found.node, name))
+
+
+def constant(classes: list[SourceClass], name: str) -> Any:
+    """Return the constant that a class attribute is set to, given what `lineage` returns; None if it isn't one."""
+    for owner in classes:
+        for statement in _definitions(owner.node, name):
+            value = getattr(statement, "value", None)
+            return value.value if isinstance(value, ast.Constant) else None
+    return None
 
 
 def methods(node: ast.ClassDef) -> list[str]:

@@ -21,7 +21,7 @@ from framework.config.objects import load_objects
 from framework.config.optimizers import optimizer_configs, schedules
 from framework.config.schema import Config, Node
 from framework.config.suggest import did_you_mean, nearest
-from framework.errors import TargetError
+from framework.errors import TargetError, TopologyError
 
 F = TypeVar("F")
 _SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
@@ -121,6 +121,20 @@ def takes(node: Node, keyword: str, signatures: Signatures | None = None) -> boo
         return False
     parameter = parameters.get(keyword)
     return parameter is not None and parameter.kind in _NAMED
+
+
+def check_devices(node: Node, number: int, signatures: Signatures | None = None) -> None:
+    """Raise TopologyError for several devices of a process, and a model that takes none, as far as that is known."""
+    signatures = signatures or ImportedSignatures()
+    target = node["_target_"]
+    if number == 1 or takes(node, "devices", signatures) or not signatures.confirms(target):
+        return
+    if signatures.parameters(target) is not None:
+        raise TopologyError(
+            f"{target} can't use {number} devices: it takes no keyword `devices`.\n"
+            "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1 topology.procs_per_node=auto, or a model "
+            "that takes it."
+        )
 
 
 def unwrap_partial(function: F) -> F:

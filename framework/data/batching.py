@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from framework.config.schema import Config
 from framework.errors import ConfigError
+from framework.types import DataShare
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,28 @@ class BatchPlan:
     def largest_share(self) -> int:
         """The most samples that a rank gets of a full global batch."""
         return -(-self.global_batch_size // self.world_size)
+
+
+def plan_steps(config: Config, share: DataShare) -> BatchPlan:
+    """Return how samples are split into optimizer steps, ranks and micro-batches. share: of any rank.
+
+    Raises ConfigError for a batch that can't be split.
+    """
+    data = config.data
+    batch_size = data.train_batch_size
+    if data.global_batch_size is None and batch_size < share.micro_batches:
+        raise ConfigError(
+            f"data.batch_size={batch_size} can't be cut into strategy.num_microbatches={share.micro_batches}, of "
+            f"one sample each at least.\nUse data.batch_size={share.micro_batches} or more, or fewer micro-batches."
+        )
+    return plan_batches(
+        batch_size=batch_size,
+        global_batch_size=data.global_batch_size,
+        world_size=share.world_size,
+        accumulate=config.trainer.accumulate_grad_batches,
+        cuts=share.micro_batches,
+        drop_last=bool(data.drop_last),
+    )
 
 
 def plan_batches(

@@ -11,20 +11,21 @@ from pathlib import Path
 
 import torch
 
-from framework.config.parse import parse
+from framework.config.parse import parse, raise_mistakes
 from framework.config.saved import load_config
 from framework.config.schema import Config
 from framework.config.targets import check_targets
-from framework.data.batching import BatchPlan, plan_batches
+from framework.data import batching
+from framework.data.batching import BatchPlan
 from framework.distributed.collectives import SideChannel
 from framework.distributed.context import Context, make_context
 from framework.distributed.seed import set_deterministic
 from framework.engine.builders.strategy import build_strategy, check_callbacks_fit
 from framework.engine.limits import apply_fast_dev_run
-from framework.errors import ConfigError
 from framework.launch.base import launcher_class
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.strategies.base import Strategy
+from framework.strategies.rules import strategy_request
 from framework.system.allocator import tune_malloc
 from framework.system.hardware import processes_on_cores, threads_per_process
 from framework.system.late_dynamo import import_dynamo_late
@@ -117,6 +118,10 @@ def plan_training(config: Config, context: Context) -> tuple[Strategy, BatchPlan
     """
     check_targets(config)
     strategy = build_strategy(config.strategy, context=context)
+    if strategy.rules is not None:
+        # Those that the command couldn't find in the source are checked here for the first time.
+        request = strategy_request(config, context.topology, backend=context.backend)
+        raise_mistakes(list(strategy.rules(request).mistakes()))
     check_callbacks_fit(config.callbacks, strategy)
     strategy.check_precision(config.trainer.precision)
     return strategy, plan_steps(config, context, strategy)
@@ -127,22 +132,7 @@ def plan_steps(config: Config, context: Context, strategy: Strategy) -> BatchPla
 
     Raises ConfigError for a batch that can't be split.
     """
-    data = config.data
-    share = strategy.data_share(context)
-    batch_size = data.train_batch_size
-    if data.global_batch_size is None and batch_size < share.micro_batches:
-        raise ConfigError(
-            f"data.batch_size={batch_size} can't be cut into strategy.num_microbatches={share.micro_batches}, of "
-            f"one sample each at least.\nUse data.batch_size={share.micro_batches} or more, or fewer micro-batches."
-        )
-    return plan_batches(
-        batch_size=batch_size,
-        global_batch_size=data.global_batch_size,
-        world_size=share.world_size,
-        accumulate=config.trainer.accumulate_grad_batches,
-        cuts=share.micro_batches,
-        drop_last=bool(data.drop_last),
-    )
+    return batching.plan_steps(config, strategy.data_share(context))
 
 
 def procs_on_cores(config: Config, context: Context) -> int:

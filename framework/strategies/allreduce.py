@@ -15,6 +15,7 @@ from framework.distributed.process_group import new_subgroup
 from framework.strategies.averaging import MB, SyncedBuffers, average_gradients, begin_all_reduce_mean, broadcast
 from framework.strategies.base import NO_CONTEXT, StrategyCosts
 from framework.strategies.parameters import check_dense, check_same_change, trained
+from framework.strategies.rules import SyncedRules
 from framework.types import Waiting
 
 
@@ -31,6 +32,7 @@ class AllReduce(SyncedBuffers):
             a call for each gradient.
     """
 
+    rules = SyncedRules
     # In messages.
     name = "allreduce"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from torch.distributed import ProcessGroup
 
 from framework.config.schema import Precision
 from framework.distributed.context import Context
-from framework.errors import ConfigError, TopologyError
+from framework.errors import ConfigError
 from framework.monitoring.rank_status import RankPhase
 from framework.strategies.parameters import described_change
+from framework.strategies.rules import SingleRules, StrategyRules, check_one_process
 from framework.types import DataShare, NumberFormats, StepOutput, Task, Waiting, Window
 
 NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
@@ -48,6 +49,8 @@ class Strategy:
     parameter `context`, it gets `framework.distributed.context.Context`.
     """
 
+    # What the strategy asks of a request, checked before anything starts: a class in a module without torch.
+    rules: ClassVar[type[StrategyRules] | None] = None
     # Ranks communicate in every forward, evaluation included, so each must run as many as any other.
     forward_communicates: bool = False
     # Ranks with the same index hold the same weights, which are compared at each checkpoint; None: compared with none.
@@ -174,14 +177,10 @@ class Strategy:
 class Single(Strategy):
     """One process. Raises TopologyError with more than one."""
 
+    rules = SingleRules
+
     def __init__(self, *, context: Context) -> None:
-        topology = context.topology
-        if topology.world_size > 1:
-            gpus = topology.span if topology.gpus_per_node else 0
-            raise TopologyError(
-                f"strategy=single is for one process, and there are {topology.world_size}.\n"
-                f"Use strategy=ddp (or auto), or topology.nnodes=1 topology.procs_per_node=1 trainer.gpus={gpus}."
-            )
+        check_one_process(context.topology)
 
     def rewrap(self, model: nn.Module, *, changed: Mapping[str, bool]) -> nn.Module:
         return model

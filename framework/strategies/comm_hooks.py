@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from framework.distributed.collectives import gather_to_first
 from framework.distributed.context import Context
 from framework.errors import ConfigError
-from framework.strategies.processes import check_one_device
+from framework.strategies.rules import BF16_HOOK, FP16_HOOK, check_one_device
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
@@ -32,28 +32,10 @@ def bf16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
-HOOKS: dict[str, Hook] = {"fp16": default_hooks.fp16_compress_hook, "bf16": bf16}
-# The hook with options and a state.
-POWERSGD = "powersgd"
+# PowerSGD, which has options and a state, is a class.
+HOOKS: dict[str, Hook] = {FP16_HOOK: default_hooks.fp16_compress_hook, BF16_HOOK: bf16}
 # Attributes of PowerSGDState that are equal on all ranks, unlike its errors.
 _MATRICES = ("p_memory_dict", "q_memory_dict")
-
-
-def parse_comm_hook(given: str | Mapping[str, Any] | None) -> tuple[str | None, dict[str, Any]]:
-    """Return the name of `strategy.comm_hook` and its options, which only `{powersgd: {option: value}}` may have.
-
-    Raises ConfigError for an unknown name, and for options of another hook.
-    """
-    if given is None:
-        return None, {}
-    if isinstance(given, str) and given in (*HOOKS, POWERSGD):
-        return given, {}
-    if isinstance(given, str) or list(given) != [POWERSGD]:
-        raise ConfigError(
-            f"strategy.comm_hook={given}: use one of {', '.join((*HOOKS, POWERSGD))}, or null; only {POWERSGD} has "
-            "options, as in 'strategy.comm_hook={powersgd:{matrix_approximation_rank:2}}'."
-        )
-    return POWERSGD, dict(given[POWERSGD] or {})
 
 
 @final
@@ -74,7 +56,7 @@ class PowerSGD:
             PowerSGDState(None, **options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"strategy.comm_hook.powersgd={dict(options)}: {error}") from error
-        check_one_device(context, option="strategy.comm_hook=powersgd")
+        check_one_device(context.topology, option="strategy.comm_hook=powersgd")
         self.keeps_errors = bool(options.get("use_error_feedback", True))
         self._options = dict(options)
         self._context = context

@@ -19,9 +19,16 @@ from framework.distributed.context import Context
 from framework.errors import ConfigError
 from framework.strategies.averaging import SyncedBuffers, broadcast
 from framework.strategies.base import Single, StrategyCosts
-from framework.strategies.comm_hooks import HOOKS, POWERSGD, PowerSGD, parse_comm_hook
+from framework.strategies.comm_hooks import HOOKS, PowerSGD
 from framework.strategies.parameters import check_dense, check_same_change, trained
-from framework.strategies.processes import check_one_device
+from framework.strategies.rules import (
+    POWERSGD,
+    AutoRules,
+    DDPRules,
+    check_powersgd_precision,
+    check_sync_batchnorm,
+    parse_comm_hook,
+)
 from framework.types import Waiting
 
 # Torch identifies parameters without a gradient by their index among the trained ones.
@@ -44,6 +51,8 @@ class DDP(SyncedBuffers):
     order in which values of three or more ranks are added, so that order is part of a checkpoint.
     """
 
+    rules = DDPRules
+
     def __init__(
         self,
         *,
@@ -58,8 +67,8 @@ class DDP(SyncedBuffers):
     ) -> None:
         super().__init__(context, broadcast_buffers=broadcast_buffers)
         self.mixes_samples = sync_batchnorm
+        check_sync_batchnorm(sync_batchnorm, context.topology)
         if sync_batchnorm:
-            _check_sync_batchnorm(context)
             # Statistics over all samples are the same on all ranks.
             self.buffers_differ = False
         self._options: dict[str, Any] = {
@@ -101,13 +110,7 @@ class DDP(SyncedBuffers):
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss with a hook that keeps errors of earlier gradients."""
-        if self._powersgd is not None and precision == "16-mixed":
-            raise ConfigError(
-                f"trainer.precision={precision} scales the loss and skips a step whose gradients overflow. "
-                "strategy.comm_hook=powersgd adds the errors of earlier steps to the gradients: after an overflow they "
-                "would never be finite again.\n"
-                "Use trainer.precision=bf16-mixed, or another strategy.comm_hook."
-            )
+        check_powersgd_precision(self._hook, precision)
 
     def allow_unused_parameters(self) -> None:
         """Look for unused parameters. Raises ConfigError for a static graph."""
@@ -265,6 +268,7 @@ def auto(*, context: Context, **options: Any) -> Single | DDP:
 
 # The signature by which keywords are checked.
 auto.__signature__ = inspect.signature(DDP)  # type: ignore[attr-defined]
+auto.rules = AutoRules  # type: ignore[attr-defined]
 
 
 @final
@@ -316,12 +320,3 @@ def _check_unused(model: nn.Module, error: RuntimeError) -> None:
         "Use strategy=ddp strategy.find_unused_parameters=true if the forward sometimes leaves some out; "
         "requires_grad=False for what is never trained; or strategy=allreduce, which needs no such setting."
     ) from error
-
-
-def _check_sync_batchnorm(context: Context) -> None:
-    if context.topology.gpus_per_node == 0:
-        raise ConfigError(
-            "strategy.sync_batchnorm=true needs GPUs: PyTorch's SyncBatchNorm doesn't run on the CPU.\n"
-            "Use strategy.sync_batchnorm=false, or normalise each sample by itself, as torch.nn.GroupNorm does."
-        )
-    check_one_device(context, option="strategy.sync_batchnorm=true")

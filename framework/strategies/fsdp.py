@@ -17,11 +17,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from framework.config.schema import Precision
 from framework.distributed.context import Context
 from framework.distributed.process_group import new_subgroup
-from framework.errors import ConfigError, TopologyError
 from framework.strategies.averaging import SyncedBuffers, broadcast
 from framework.strategies.base import NO_CONTEXT, StrategyCosts
 from framework.strategies.parameters import check_dense, check_same_change
-from framework.strategies.processes import check_gpus_are_connected, check_one_device
+from framework.strategies.rules import (
+    BF16,
+    FP16,
+    FP32,
+    FSDPRules,
+    check_gpus_are_connected,
+    check_offload,
+    check_one_device,
+    check_policy,
+    parse_policy,
+    shard_degree,
+)
 from framework.strategies.wrapping import AUTO, READ_FROM_OUTSIDE, by_class, has_forward
 
 
@@ -49,6 +59,7 @@ class FSDP(SyncedBuffers):
     ranks; ConfigError for options that can't go together.
     """
 
+    rules = FSDPRules
     forward_communicates = True
 
     def __init__(
@@ -63,8 +74,8 @@ class FSDP(SyncedBuffers):
         cpu_offload: bool = False,
         data_parallel_shard_degree: int | str | None = None,
     ) -> None:
-        check_one_device(context, option="strategy=fsdp")
-        check_gpus_are_connected(context, option="strategy=fsdp")
+        check_one_device(context.topology, option="strategy=fsdp")
+        check_gpus_are_connected(context.topology, context.backend, option="strategy=fsdp")
         super().__init__(context, broadcast_buffers=broadcast_buffers)
         # The names of the classes to wrap; None for `auto`.
         self._classes: frozenset[str] | None = None
@@ -75,14 +86,10 @@ class FSDP(SyncedBuffers):
             self._classes = frozenset(wrap)
         self._min_num_params = min_num_params
         self._reshard_after_forward = reshard_after_forward
+        self._mp_policy = mp_policy
         self._policy = _parse_policy(mp_policy)
-        self._num_shards = _shard_degree(data_parallel_shard_degree, context)
-        has_copies = self._num_shards < context.world_size
-        if cpu_offload and (has_copies or not context.topology.gpus_per_node):
-            raise ConfigError(
-                "strategy.cpu_offload=true is for GPUs, and for one copy of the model over all processes.\n"
-                "Use strategy.cpu_offload=false, or strategy.data_parallel_shard_degree=null on GPUs."
-            )
+        check_offload(cpu_offload, data_parallel_shard_degree, context.topology)
+        self._num_shards = shard_degree(data_parallel_shard_degree, context.topology)
         self._offload_policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
         self.exchanges_on_cpu = cpu_offload
         self.shard_index = context.rank % self._num_shards
@@ -98,11 +105,7 @@ class FSDP(SyncedBuffers):
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for fp16 without a loss scaler."""
-        if torch.float16 in (self._policy.param_dtype, self._policy.reduce_dtype) and precision != "16-mixed":
-            raise ConfigError(
-                f"strategy.mp_policy: fp16 can't go with trainer.precision={precision}. Without a loss scaler, "
-                "small gradients become 0.\nUse bf16, or trainer.precision=16-mixed."
-            )
+        check_policy(self._mp_policy, precision)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the same module, its parameters now DTensors with rank 0's values: make the optimizer after it.
@@ -181,22 +184,6 @@ class FSDP(SyncedBuffers):
         return mesh
 
 
-def _shard_degree(degree: int | str | None, context: Context) -> int:
-    """Return over how many ranks a copy of the model is sharded."""
-    world_size = context.world_size
-    if degree is None or world_size == 1:
-        return world_size
-    if degree == AUTO:
-        return context.topology.procs_per_node
-    if type(degree) is not int or degree < 1 or world_size % degree:
-        divisors = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
-        raise TopologyError(
-            f"strategy.data_parallel_shard_degree={degree} doesn't divide the {world_size} processes into copies of "
-            f"the model.\nUse one of {divisors}; auto, for those of a node; or null, for one copy over all."
-        )
-    return degree
-
-
 def _by_size(model: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
     """Yield each module with so many parameters that are in no module yielded before, children before their parents."""
     uses = _count_uses(model)
@@ -250,23 +237,15 @@ def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
 
 # Mixed precision
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {FP32: torch.float32, BF16: torch.bfloat16, FP16: torch.float16}
 
 
-def _parse_policy(policy: Any) -> MixedPrecisionPolicy:
+def _parse_policy(given: Any) -> MixedPrecisionPolicy:
     """Return the policy of `{param_dtype: NAME, reduce_dtype: NAME}`. Raises ConfigError for another key or name."""
-    if policy is None:
-        return MixedPrecisionPolicy()
-    keys = ("param_dtype", "reduce_dtype")
-    names = (None, *_DTYPES)
-    if not isinstance(policy, Mapping) or not all(key in keys and name in names for key, name in policy.items()):
-        raise ConfigError(
-            f"strategy.mp_policy={policy}: it has param_dtype and reduce_dtype, each one of {', '.join(_DTYPES)}, or "
-            "null."
-        )
+    names = parse_policy(given)
     return MixedPrecisionPolicy(
-        param_dtype=_DTYPES.get(str(policy.get("param_dtype"))),
-        reduce_dtype=_DTYPES.get(str(policy.get("reduce_dtype"))),
+        param_dtype=_DTYPES.get(str(names["param_dtype"])),
+        reduce_dtype=_DTYPES.get(str(names["reduce_dtype"])),
     )
 
 

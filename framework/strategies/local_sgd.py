@@ -17,11 +17,11 @@ from torch.optim.sgd import sgd
 
 from framework.config.schema import Precision
 from framework.distributed.context import Context
-from framework.errors import ConfigError
 from framework.strategies.allreduce import AllReduce
 from framework.strategies.averaging import average_gradients, broadcast
 from framework.strategies.base import NO_CONTEXT, StrategyCosts
 from framework.strategies.parameters import check_same_change
+from framework.strategies.rules import LocalSGDRules, check_exchanges, check_own_steps
 
 
 @final
@@ -47,6 +47,7 @@ class LocalSGD(AllReduce):
         bucket_cap_mb: As for `AllReduce`, also of weights.
     """
 
+    rules = LocalSGDRules
     name = "local_sgd"
 
     def __init__(
@@ -61,8 +62,7 @@ class LocalSGD(AllReduce):
         broadcast_buffers: bool = True,
         bucket_cap_mb: float = 25,
     ) -> None:
-        if every_n_steps < 1:
-            raise ConfigError(f"strategy.every_n_steps={every_n_steps} must be 1 or more: steps between two averages.")
+        check_exchanges(every_n_steps)
         super().__init__(context=context, broadcast_buffers=broadcast_buffers, bucket_cap_mb=bucket_cap_mb)
         self._every = every_n_steps
         self._warmup = warmup_steps
@@ -88,12 +88,7 @@ class LocalSGD(AllReduce):
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss: each rank would skip other steps."""
-        if precision == "16-mixed" and self.replicas_differ:
-            raise ConfigError(
-                f"trainer.precision={precision} scales the loss and skips a step whose gradients overflow. "
-                f"Under strategy={self.name} each process would skip steps of its own, and their learning rates would "
-                "drift apart.\nUse trainer.precision=bf16-mixed, or another strategy."
-            )
+        check_own_steps(precision, replicas_differ=self.replicas_differ)
 
     @property
     def steps_to_exchange(self) -> int:  # type: ignore[override]

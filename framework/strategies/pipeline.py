@@ -18,22 +18,31 @@ from framework.distributed.context import Context
 from framework.distributed.process_group import new_subgroup
 from framework.distributed.seed import fingerprint
 from framework.distributed.sharded import StageLayout, set_layout
-from framework.errors import ConfigError, TargetError, TopologyError
+from framework.errors import ConfigError, TargetError
 from framework.monitoring.rank_status import RankPhase
 from framework.strategies.averaging import MB, average_gradients, begin_all_reduce_mean, broadcast
 from framework.strategies.base import Strategy, StrategyCosts
 from framework.strategies.parameters import check_dense, check_same_change
 from framework.strategies.pipeline_stages import check_trained, drop_other_stages, split_into_stages
-from framework.strategies.processes import check_gpus_are_connected, check_one_device
+from framework.strategies.rules import (
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    PipelineRules,
+    check_gpus_are_connected,
+    check_one_device,
+    check_pipeline_precision,
+    check_several_processes,
+    pipeline_size,
+    resolve_microbatches,
+)
 from framework.types import Batch, DataShare, MicroBatch, NumberFormats, StepOutput, Task, Window
 
 _SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
+    GPIPE: ScheduleGPipe,
+    ONE_F_ONE_B: Schedule1F1B,
+    INTERLEAVED: ScheduleInterleaved1F1B,
 }
-# GPipe's rule for little idle time.
-_MICROBATCHES_PER_RANK = 4
 
 # Shapes and types of the tensors that the model takes.
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -63,6 +72,7 @@ class Pipeline(Strategy):
     Raises ConfigError and TopologyError for numbers that don't go together.
     """
 
+    rules = PipelineRules
     forward_communicates = True
 
     def __init__(
@@ -75,22 +85,20 @@ class Pipeline(Strategy):
         num_microbatches: int | None = None,
         bucket_cap_mb: float = 25,
     ) -> None:
-        check_one_device(context, option="strategy=pipeline")
-        check_gpus_are_connected(context, option="strategy=pipeline")
+        topology = context.topology
+        check_one_device(topology, option="strategy=pipeline")
+        check_gpus_are_connected(topology, context.backend, option="strategy=pipeline")
         self._schedule = schedule
-        self.num_stages: int
-        self.num_stages, self._ranks = _size_of(schedule, num_stages, stages_per_rank, context)
-        copies = max(context.world_size // self._ranks, 1)
-        if num_microbatches is None:
-            num_microbatches = _MICROBATCHES_PER_RANK * self._ranks
-        if num_microbatches < 1:
-            raise ConfigError(f"strategy.num_microbatches={num_microbatches} is below 1.")
-        self._num_microbatches = num_microbatches
+        size = pipeline_size(
+            schedule=schedule, num_stages=num_stages, stages_per_rank=stages_per_rank, topology=topology
+        )
+        self.num_stages: int = size.stages
+        self._ranks = size.ranks
+        self._num_microbatches = resolve_microbatches(num_microbatches, ranks=size.ranks)
         self._context = context
-        self._position, copy = divmod(context.rank, copies)
+        self._position, copy = divmod(context.rank, size.copies)
         self.shard_index = self._position
-        splits = num_microbatches if context.world_size > 1 else 1
-        self._share = DataShare(copy, copies, splits)
+        self._share = size.data_share(copy, self._num_microbatches)
         self._cap_bytes = bucket_cap_mb * MB
         # The ranks with the same stages, if there are several copies, and the ranks of this rank's pipeline.
         self._copies_group: dist.ProcessGroup | None = None
@@ -117,11 +125,7 @@ class Pipeline(Strategy):
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for a scaled loss."""
-        if precision == "16-mixed":
-            raise ConfigError(
-                "strategy=pipeline can't go with trainer.precision=16-mixed: each stage would decide by itself to skip "
-                "a step that overflows. Use trainer.precision=bf16-mixed."
-            )
+        check_pipeline_precision(precision)
 
     def allow_unused_parameters(self) -> None:
         """Raise ConfigError: every stage takes part in every backward."""
@@ -138,11 +142,7 @@ class Pipeline(Strategy):
         """
         context = self._context
         copies = self._share.world_size
-        if context.world_size == 1:
-            raise TopologyError(
-                "strategy=pipeline puts the stages of a model on several processes, and there is one.\n"
-                "Use topology.procs_per_node=2 or more, or strategy=single."
-            )
+        check_several_processes(context.topology)
         if copies > 1:
             check_dense(model, strategy="pipeline")
 
@@ -388,38 +388,6 @@ class Pipeline(Strategy):
             scale_grads=False,
         )
         return schedule, padded_stages
-
-
-def _size_of(schedule: str, num_stages: int | None, stages_per_rank: int | None, context: Context) -> tuple[int, int]:
-    """Return the numbers of stages and of ranks of a pipeline. A single process is never refused: it may evaluate."""
-    if schedule not in _SCHEDULES:
-        raise ConfigError(f"strategy.schedule={schedule}: must be one of {', '.join(_SCHEDULES)}.")
-    num_ranks = context.world_size
-    has_several = schedule == "interleaved"
-    if stages_per_rank is None:
-        stages_per_rank = 2 if has_several else 1
-    if stages_per_rank < 1 or (stages_per_rank > 1) is not has_several:
-        raise ConfigError(
-            f"strategy.stages_per_rank={stages_per_rank}: schedule=interleaved has 2 or more stages on each rank, the "
-            "others 1."
-        )
-    if num_stages is None:
-        num_stages = stages_per_rank * num_ranks
-    ranks, remainder = divmod(num_stages, stages_per_rank)
-    if ranks < 1 or remainder:
-        raise ConfigError(
-            f"strategy.num_stages={num_stages} isn't a multiple of strategy.stages_per_rank={stages_per_rank}."
-        )
-    if num_ranks > 1 and (ranks == 1 or num_ranks % ranks):
-        needed = max(ranks, 2)
-        keys = f"topology.procs_per_node={needed}"
-        if context.topology.gpus_per_node:
-            keys += f" trainer.gpus={needed}"
-        raise TopologyError(
-            f"strategy.num_stages={num_stages} makes pipelines of {ranks} processes, and {num_ranks} processes need "
-            f"pipelines of 2 or more that divide them.\nUse {keys}, or other stages."
-        )
-    return num_stages, ranks
 
 
 def _shapes_of(tensors: Iterable[Tensor]) -> _Shapes:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from framework.errors import ConfigError
-from tests.helpers.internals import Config, check_config, config_dir, known_keys, parse
+from tests.helpers.internals import Config, Request, check_request, config_dir, known_keys, parse
 from tests.unit.config.raw import composed
 
 CONF = config_dir()
@@ -24,7 +24,7 @@ RECIPES = sorted({file.stem for file in (CONF / "recipe").glob("*.yaml")} - {"bl
 
 def read(*overrides: str) -> Config:
     config = parse(composed(*overrides))
-    check_config(config)
+    check_request(Request(config, {}, ()))
     return config
 
 

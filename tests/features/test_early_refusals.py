@@ -35,7 +35,8 @@ def start(*_: Any, **__: Any) -> None:
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """The command in a folder with the module `own`, without a process that could start anything."""
-    (tmp_path / "own.py").write_text(OWN)
+    for name, text in {"own": OWN, "own_strategy": OWN_STRATEGY, "own_rules": OWN_RULES}.items():
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(job_module, "run_ranks", start)
     monkeypatch.setattr(sweep_module, "Sweep", start)
@@ -45,7 +46,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     def run(*overrides: str) -> Answer:
         capfd.readouterr()
         status = compose.main(["trainer.gpus=0", *trusting(overrides)])
-        assert {path.name for path in tmp_path.iterdir()} <= {"own.py", "__pycache__", "conf"}
+        assert {path.suffix for path in tmp_path.iterdir() if path.name != "__pycache__"} == {".py"}
         return Answer(status, *capfd.readouterr())
 
     return run
@@ -75,10 +76,54 @@ def test_a_wrong_target_or_keyword(command: Command, overrides: str) -> None:
     assert TARGETS[overrides] in answer.err
 
 
+TWO = "topology.procs_per_node=2"
+EMA = f"{TWO} callbacks=ema strategy"
+STRATEGIES = {
+    f"{TWO} strategy=single": "strategy=single is for one process, and there are 2.",
+    "strategy=pipeline": "strategy=pipeline puts the stages of a model on several processes, and there is one.",
+    f"{TWO} strategy=pipeline strategy.stages_per_rank=2": "strategy.stages_per_rank=2: schedule=interleaved has 2",
+    f"{TWO} strategy=pipeline strategy.num_stages=3": "strategy.num_stages=3 makes pipelines of 3 processes, and 2",
+    f"{TWO} strategy=pipeline strategy.schedule=zb": "strategy.schedule=zb: must be one of gpipe, 1f1b, interleaved.",
+    f"{TWO} strategy=pipeline strategy.num_microbatches=0": "strategy.num_microbatches=0 is below 1.",
+    f"{TWO} strategy=pipeline trainer.precision=16-mixed": "strategy=pipeline can't go with trainer.precision=16-mixed",
+    f"{TWO} strategy=pipeline data.batch_size=3": "data.batch_size=3 can't be cut into strategy.num_microbatches=8",
+    f"{TWO} strategy=pipeline job=parity": "strategy=pipeline can't go with job=parity",
+    f"{TWO} strategy=local_sgd job=parity": "job=parity compares what each process has after every step",
+    f"{TWO} strategy=local_sgd trainer.precision=16-mixed": "Under strategy=local_sgd each process would skip steps",
+    "strategy=local_sgd strategy.every_n_steps=0": "strategy.every_n_steps=0 must be 1 or more",
+    f"{TWO} strategy=ddp strategy.comm_hook=fp8": "strategy.comm_hook=fp8: use one of fp16, bf16, powersgd",
+    f"{TWO} +strategy.comm_hook=fp8": "strategy.comm_hook=fp8: use one of fp16, bf16, powersgd",
+    f"{TWO} strategy=ddp strategy.sync_batchnorm=true": "PyTorch's SyncBatchNorm doesn't run on the CPU.",
+    f"{TWO} strategy=fsdp strategy.cpu_offload=true": "strategy.cpu_offload=true is for GPUs",
+    f"{TWO} strategy=fsdp strategy.mp_policy.param_dtype=fp16": "fp16 can't go with trainer.precision=32-true",
+    f"{TWO} strategy=fsdp strategy.data_parallel_shard_degree=3": "doesn't divide the 2 processes into copies",
+    f"{EMA}=fsdp": "callbacks.ema keeps a whole copy of the model to evaluate, and strategy=fsdp leaves no",
+    f"{EMA}=ddp strategy.broadcast_buffers=false": "callbacks.ema averages buffers (BatchNorm's statistics) too",
+    f"{TWO} data.global_batch_size=3 trainer.accumulate_grad_batches=2": "is less than one sample for each of the 4",
+    f"{TWO} job=plan data.global_batch_size=1": "is less than one sample for each of the 2 forward passes",
+    "topology=model_parallel": "recipes.toy.ToyModel can't use 2 devices: it takes no keyword `devices`.",
+    f"{TWO} strategy._target_=own_strategy.Mine strategy.ranks=3": "strategy.ranks=3 doesn't divide 2 processes",
+}
+
+
+@pytest.mark.parametrize("overrides", STRATEGIES)
+def test_a_request_that_the_strategy_cannot_meet(command: Command, overrides: str) -> None:
+    answer = command("recipe=toy", *overrides.replace("strategy.ranks", "+strategy.ranks").split())
+    assert (answer.status, answer.out) == (2, "")
+    assert STRATEGIES[overrides] in answer.err
+
+
 def test_mistakes_of_every_kind_come_at_once(command: Command) -> None:
     answer = command("recipe=toy", "optimizer.lr=abc", "+model.width=3", "trainer.limit_val_batches=1.5")
     assert answer.status == 2
     assert answer.err.splitlines()[0] == "The configuration has 3 mistakes:"
+
+    answer = command("recipe=toy", "optimizer.lr=abc", "data.global_batch_size=1", "topology.procs_per_node=2")
+    assert "optimizer.lr=abc: must be a number" in answer.err
+    assert "data.global_batch_size=1 is less than one sample" in answer.err
+
+    answer = command("recipe=toy", "optimizer.lr=abc", "topology.procs_per_node=2", "strategy=single")
+    assert "\n    Use strategy=ddp" in answer.err
 
 
 @pytest.mark.parametrize(
@@ -92,6 +137,8 @@ def test_mistakes_of_every_kind_come_at_once(command: Command) -> None:
         "optimizer=sgd,sgdd",
         "task.loss._target_=torch.nn.MSELoss,torch.nn.MSELos",
         "+model={},{width:3}",
+        "data.global_batch_size=4,1 topology.procs_per_node=2",
+        "strategy=ddp,pipeline",
         "checkpoint.save_top_k=1,3 checkpoint.monitor=null",
     ],
 )
@@ -116,4 +163,27 @@ class Wide(torch.nn.Module):
 class Mine(framework.Callback):
     def __init__(self, speed=1): ...
     def on_train_step_end(self, info): ...
+"""
+
+OWN_STRATEGY = """
+raise ImportError("the command must not import it")
+import torch
+import framework
+from own_rules import Rules
+
+class Mine(framework.Strategy):
+    rules = Rules
+
+    def __init__(self, *, context, ranks): ...
+"""
+
+OWN_RULES = """
+from framework.strategies.rules import StrategyRules
+
+class Rules(StrategyRules):
+    def mistakes(self):
+        world_size = self.request.topology.world_size
+        ranks = self.request.options["ranks"]
+        if world_size % ranks:
+            yield f"strategy.ranks={ranks} doesn't divide {world_size} processes."
 """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from framework.command import sweep as sweep_module
     from framework.command import trust as trust_module
     from framework.command.equivalents import commands, environment
-    from framework.command.job import check_config
+    from framework.command.job import check_request
     from framework.command.launcher import Placement, place
     from framework.command.messages import interrupted_message, start_message, training_summary
     from framework.command.request import JobResult, Request
@@ -251,6 +251,7 @@ if TYPE_CHECKING:
     from framework.runs.report.curves import color as run_color
     from framework.strategies import ddp as ddp_module
     from framework.strategies.activation_checkpointing import apply_activation_checkpointing
+    from framework.strategies.rules import StrategyRequest
     from framework.system import hardware as hardware_module
     from framework.system import run_dir as run_dir_module
     from framework.system.allocator import tune_malloc

@@ -160,10 +160,12 @@ def test_a_job_gets_the_config_and_returns_status(
     requests: list[Request], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fork_server: Any = object()
-    typed = ("recipe=toy", "trainer.gpus=0", "+model.extra=1", "preflight.seconds=3", "preflight=true")
+    typed = ("recipe=toy", "trainer.gpus=0", "+optimizer.maximize=true", "preflight.seconds=3", "preflight=true")
     assert compose.main([*typed, "hydra.sweeper.max_batch_size=1"], fork_server=fork_server) == 0
     (request,) = requests
-    assert (request.config.recipe, request.config.trainer.gpus, request.config.model["extra"]) == ("toy", 0, 1)
+    assert (request.config.recipe, request.config.trainer.gpus) == ("toy", 0)
+    assert isinstance(request.config.optimizer, dict)
+    assert request.config.optimizer["maximize"] is True
     assert (request.config.preflight.enabled, request.config.preflight.seconds) == (True, 3.0)
     assert request.raw["trainer"]["gpus"] == 0
     assert request.overrides == (*typed[:4], "preflight.enabled=true")
@@ -297,11 +299,12 @@ def run_dir(requests: list[Request], tmp_path: Path) -> RunDir:
 
 
 def test_typed_overrides_are_kept_when_resuming(requests: list[Request], run_dir: RunDir) -> None:
-    typed = ("trainer.max_epochs=9", "+model.extra=[1]", "~callbacks.ema", "optimizer=adam")
+    typed = ("trainer.max_epochs=9", "+optimizer.maximize=true", "~callbacks.ema", "optimizer=adam")
     assert compose.main([*typed, f"resume={run_dir.path}", "trust=true"]) == 0
     request = requests.pop()
     assert request.config.trainer.max_epochs == 9
-    assert request.config.model["extra"] == [1]
+    assert isinstance(request.config.optimizer, dict)
+    assert request.config.optimizer["maximize"] is True
     assert request.config.callbacks == {}
     assert (request.config.optimizer["_target_"], request.config.optimizer["lr"]) == ("torch.optim.Adam", 0.001)
     assert request.config.data.batch_size == 77

@@ -8,10 +8,10 @@ from torch import device, nn
 from torch.nn.parameter import is_lazy
 
 from framework.config.schema import Node
-from framework.config.targets import takes, without_freeze
+from framework.config.targets import check_devices, takes, without_freeze
 from framework.distributed.context import Context
 from framework.engine.builders.objects import build_object, wrong_result
-from framework.errors import ConfigError, TargetError, TopologyError
+from framework.errors import ConfigError, TargetError
 from framework.optim.precision import task_modules
 from framework.strategies.parameters import chosen
 from framework.types import Task
@@ -28,12 +28,7 @@ def build_model(node: Node, *, context: Context, num_stages: int | None = None) 
         TopologyError: there are several devices, and the model takes none.
     """
     takes_devices = takes(node, "devices")
-    if len(context.devices) > 1 and not takes_devices:
-        raise TopologyError(
-            f"{node['_target_']} can't use {len(context.devices)} devices: it takes no keyword `devices`.\n"
-            "Use topology.gpus_per_process=1 topology.min_gpus_per_process=1 topology.procs_per_node=auto, or a model "
-            "that takes it."
-        )
+    check_devices(node, len(context.devices))
     node, patterns = without_freeze(node)
     devices = context.devices
     if num_stages is not None:

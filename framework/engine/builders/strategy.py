@@ -10,6 +10,7 @@ from framework.distributed.context import Context
 from framework.engine.builders.objects import build_object, wrong_result
 from framework.errors import ConfigError
 from framework.strategies.base import Strategy
+from framework.strategies.rules import CallbackTraits, misfits
 from framework.types import Callback
 
 
@@ -29,30 +30,11 @@ def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
     kind = type(strategy).__name__
     for name, node in nodes.items():
         target = import_target(node["_target_"])
-        comparing = getattr(target, "compares_replicas", None)
-        if strategy.replicas_differ and comparing is not None:
-            raise ConfigError(
-                f"{comparing} compares what each process has after every step with what one process has, and under "
-                f"{kind} each has gradients and weights of its own between two averages.\n"
-                "Compare with strategy=allreduce: everything else that depends on the number of processes is the same."
-            )
-        if strategy.num_stages is not None and comparing is not None:
-            raise ConfigError(
-                f"strategy={kind.lower()} can't go with {comparing}: it compares what whole models compute, and no "
-                "process has one.\nUse strategy=ddp, which gives the same weights as a pipeline."
-            )
-        keyword = getattr(target, "averages_buffers_by", None)
-        has_own_buffers = strategy.buffers_differ and not strategy.replicas_differ
-        if has_own_buffers and keyword is not None and node.get(keyword, True):
-            raise ConfigError(
-                f"callbacks.{name} averages buffers (BatchNorm's statistics) too, and strategy.broadcast_buffers=false "
-                "leaves each process its own: a checkpoint has the first one's average, and a resumed run would "
-                f"evaluate with that on all.\nUse callbacks.{name}.{keyword}=false, with which each process evaluates "
-                "with the buffers it has, or strategy.broadcast_buffers=true."
-            )
         hook = getattr(target, "evaluation_weights", None)
-        if strategy.forward_communicates and hook is not None and hook is not Callback.evaluation_weights:
-            raise ConfigError(
-                f"callbacks.{name} keeps a whole copy of the model to evaluate, and strategy={kind.lower()} leaves no "
-                f"rank with a whole one.\nLeave the callback out (~callbacks.{name}), or use strategy=ddp."
-            )
+        traits = CallbackTraits(
+            compares_replicas=getattr(target, "compares_replicas", None),
+            averages_buffers_by=getattr(target, "averages_buffers_by", None),
+            keeps_weights=hook is not None and hook is not Callback.evaluation_weights,
+        )
+        for mistake in misfits(name, node, traits, strategy, kind=kind):
+            raise ConfigError(mistake)

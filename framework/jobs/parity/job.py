@@ -143,6 +143,9 @@ def check_setup(request: Request) -> tuple[Topology, int, int]:
             f"{processes} processes of {topology.span} GPU(s) each need {needed_gpus} GPUs; there are {count_gpus()}.\n"
             "Use fewer (parity.processes), topology.share_gpus=true, or the CPU: trainer.gpus=0"
         )
+    # Raises ConfigError, too, for a strategy whose processes can't be compared with one.
+    several = training(request, topology, processes=processes, global_batch_size=batch_size, moves=False)
+    ParityTraining().check(several)
     return topology, processes, batch_size
 
 

@@ -45,9 +45,10 @@ from typing import Any
 
 from framework.command.equivalents import commands, environment
 from framework.command.job import Job
-from framework.command.launcher import Placement, place
+from framework.command.launcher import Placement, place, placement_mistakes
 from framework.command.request import JobResult, Request
 from framework.config.checks import validation_mistakes
+from framework.config.parse import raise_mistakes
 from framework.config.schema import Config
 from framework.jobs.plan.page import render
 from framework.launch.fork_server import call_in_child
@@ -68,6 +69,7 @@ class Plan(Job):
         """Print the plan. Raises FrameworkError for what training as asked would refuse."""
         # `trainer.gpus` needn't exist here.
         placement = place(request.config, external_ranks=request.external_ranks, is_planned=True)
+        raise_mistakes(placement_mistakes(request.config, placement, trains=True))
         plan = make_plan(request, placement)
         if request.config.plan.format == "json":
             answer(json.dumps(plan, indent=2))

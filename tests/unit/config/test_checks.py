@@ -7,12 +7,20 @@ from typing import Any
 import pytest
 
 from framework.errors import ConfigError
-from tests.helpers.internals import check_config, parse
+from tests.helpers.internals import Request, check_request, parse
 from tests.unit.config.raw import raw_config
 
 ELASTIC = {"launcher._target_": "framework.launch.elastic.ElasticLauncher"}
 LOCAL = {"launcher._target_": "framework.launch.local.LocalLauncher"}
+TOY = {
+    "model": {"_target_": "recipes.toy.ToyModel"},
+    "data.datasets": {"_target_": "recipes.toy.toy_regression"},
+}
 PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
+
+
+def check(changes: dict[str, Any]) -> None:
+    check_request(Request(parse(raw_config({**TOY, **changes})), {}, ()))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +44,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
             "topology.nnodes=2 needs launcher=elastic",
         ),
         ({"topology.node_rank": 1}, "must be less than topology.nnodes=1."),
-        ({"data.root": "here"}, "data.root is set, but data.datasets (recipes.some.data) doesn't take it"),
+        ({"data.root": "here"}, "data.root is set, but data.datasets (recipes.toy.toy_regression) doesn't take it"),
         ({"checkpoint.path": "run"}, "checkpoint.path=run is for job=eval, predict, export and your functions"),
         ({"job": "eval"}, "job=eval needs weights: checkpoint.path="),
         ({"job": "export", "checkpoint.path": "run", "resume": "run"}, "Use checkpoint.path=run"),
@@ -74,7 +82,7 @@ PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
 )
 def test_combinations_that_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_config(parse(raw_config(changes)))
+        check(changes)
     assert said in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -105,4 +113,4 @@ def test_combinations_that_are_refused(changes: dict[str, Any], said: str) -> No
     ],
 )
 def test_combinations_that_are_accepted(changes: dict[str, Any]) -> None:
-    check_config(parse(raw_config(changes)))
+    check(changes)

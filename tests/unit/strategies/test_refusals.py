@@ -13,10 +13,10 @@ from torch import nn
 
 from framework import Strategy
 from framework.errors import ConfigError, FrameworkError, TargetError, TopologyError
-from framework.strategies import DDP, FSDP, AllReduce, LocalSGD, Pipeline, Single, auto
+from framework.strategies import DDP, FSDP, AllReduce, Butterfly, LocalSGD, Pipeline, Single, auto
 from framework.types import DataShare
 from tests.helpers.contexts import cpu_context
-from tests.helpers.internals import Context, Precision, Topology
+from tests.helpers.internals import Context, Precision, StrategyRequest, Topology
 
 Make = Callable[..., Strategy]
 
@@ -77,6 +77,36 @@ def powersgd(**options: Any) -> Make:
 def test_options_that_cannot_be(make: Make, context: Context, kind: type[FrameworkError], message: str) -> None:
     with pytest.raises(kind, match=message):
         make(context=context)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        (Single, {}),
+        (auto, {"broadcast_buffers": False}),
+        (DDP, {"broadcast_buffers": False}),
+        (AllReduce, {}),
+        (Butterfly, {"broadcast_buffers": False}),
+        (LocalSGD, {}),
+        (FSDP, {}),
+        (Pipeline, {}),
+        (Pipeline, {"num_stages": 2, "num_microbatches": 3}),
+        (Pipeline, {"schedule": "interleaved"}),
+    ],
+)
+def test_rules_say_what_the_strategy_says(target: Any, options: dict[str, Any], world_size: int) -> None:
+    context = cpu_context(world_size=world_size)
+    request = StrategyRequest(options, context.topology, context.backend, "32-true")
+    rules = target.rules(request)
+    if list(rules.mistakes()):
+        with pytest.raises(FrameworkError):
+            target(context=context, **options)
+        return
+    strategy = target(context=context, **options)
+    for name in ("forward_communicates", "num_stages", "buffers_differ", "replicas_differ"):
+        assert getattr(rules, name) == getattr(strategy, name), name
+    assert rules.data_share() == strategy.data_share(context)
 
 
 # Models
