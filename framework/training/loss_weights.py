@@ -81,12 +81,11 @@ class OneRankWeights:
     """The weights of a rank that exchanges nothing with others."""
 
     def __init__(self, context: Context, *, task_name: str) -> None:
-        self._context = context
         self._kinds = _WeightKinds(task_name)
         self._task_name = task_name
         # Samples of this step's micro-batches, as the loader counted them.
         self._loaded = 0
-        self._sum = _WeightSum()
+        self._sum = _WeightSum(context.device)
 
     def weighted(
         self, output: StepOutput, *, num_samples: int, scale: float, phase: str = "", is_only: bool = False
@@ -115,8 +114,7 @@ class OneRankWeights:
         # `count` is that of the whole run's batch, of which a trial of one rank has a part.
         loaded = self._loaded
         self._loaded = 0
-        device = self._context.device
-        total = self._sum.take(device, _sum_dtype(device))
+        total = self._sum.take()
         if isinstance(total, Tensor) or total != loaded:
             _divide(parameters, total, count=loaded)
 
@@ -142,7 +140,7 @@ class SummedWeights:
         # Whether ranks sum weights in each step, by the phase; a phase is missing until its first step.
         self._sums: dict[str, bool] = {}
         # Of this step: the sum so far, and if a weight differs from what the loader counted.
-        self._sum = _WeightSum()
+        self._sum = _WeightSum(context.device)
         self._differs = False
         # Over ranks, once the exchange has ended.
         self._total: Tensor | None = None
@@ -169,9 +167,7 @@ class SummedWeights:
         """Start to sum the weights over ranks. The first call for a phase waits for all ranks, which decide on it."""
         if not self._sums.get(phase, True):
             return
-        device = self._context.device
-        dtype = _sum_dtype(device)
-        weights = self._sum.take(device, dtype)
+        weights = self._sum.take()
         differs = self._differs
         self._differs = False
         if phase not in self._sums:
@@ -180,7 +176,7 @@ class SummedWeights:
             if not self._sums[phase]:
                 return
 
-        self._total = torch.zeros((), dtype=dtype, device=device)
+        self._total = torch.zeros((), dtype=self._sum.dtype, device=self._context.device)
         if self._counts:
             self._total += weights
         self._exchange = dist.all_reduce(self._total, async_op=True)
@@ -281,8 +277,11 @@ class _WeightKinds:
 class _WeightSum:
     """The sum of a step's weights. Those that are tensors stay on their devices until it is taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.number = 0.0
+        # MPS has no double precision. Asked once, since reading a device's type takes a microsecond.
+        self.dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._device = device
         self._tensors: list[Tensor] = []
 
     def add(self, weight: float | Tensor) -> None:
@@ -291,15 +290,15 @@ class _WeightSum:
         else:
             self.number += weight
 
-    def take(self, device: torch.device, dtype: torch.dtype) -> float | Tensor:
-        """Return the sum, as a tensor on `device` if a weight was one, and begin again at 0."""
+    def take(self) -> float | Tensor:
+        """Return the sum, as a tensor on the rank's device if a weight was one, and begin again at 0."""
         number = self.number
         tensors = self._tensors
         self.number = 0.0
         self._tensors = []
         if not tensors:
             return number
-        return torch.stack([weight.to(device, dtype) for weight in tensors]).sum() + number
+        return torch.stack([weight.to(self._device, self.dtype) for weight in tensors]).sum() + number
 
 
 def weight_of(output: StepOutput, *, task: str = "The task") -> float | Tensor:
@@ -348,11 +347,6 @@ def _counted(loss: Tensor, weight: float | Tensor) -> Tensor:
         return loss
     # Multiplied by 0, NaN would stay.
     return loss.where(torch.zeros((), dtype=torch.bool, device=loss.device), 0.0)
-
-
-def _sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the type that weights are summed in: MPS has no double precision."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @torch.no_grad()

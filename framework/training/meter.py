@@ -40,11 +40,15 @@ class Series:
 
     def __init__(self) -> None:
         self.count: float = 0
+        # Scalars, and what was added before them in flat tensors.
         self._values: list[Tensor] = []
+        self._packed: list[Tensor] = []
         self._weights: list[float] = []
         self._steps: list[int] = []
 
     def add(self, value: Tensor, *, weight: float, count: float, step: int) -> None:
+        if value.ndim:
+            value = value.reshape(())
         self._values.append(value)
         self._weights.append(weight)
         self._steps.append(step)
@@ -54,14 +58,20 @@ class Series:
 
     def values(self) -> Tensor:
         """Return all that was added, in one flat tensor."""
-        if not self._values:
+        if self._values:
+            self._packed.append(torch.stack(self._values))
+            self._values = []
+        if not self._packed:
             return torch.zeros(0)
-        self._values = [torch.cat([value.reshape(-1) for value in self._values])]
-        return self._values[0]
+        if len(self._packed) > 1:
+            self._packed = [torch.cat(self._packed)]
+        return self._packed[0]
 
     def total(self, device: torch.device) -> Tensor:
         """Return the weighted sum as a tensor of one element, in double precision if the device has it."""
         dtype = _sum_dtype(device)
+        if not self._weights:
+            return torch.zeros(1, dtype=dtype, device=device)
         weights = torch.tensor(self._weights, dtype=dtype, device=device)
         return (self.values().to(device=device, dtype=dtype) * weights).sum().reshape(1)
 
@@ -79,7 +89,8 @@ class Series:
 
     def extend(self, state: Mapping[str, Any], *, device: torch.device) -> None:
         """Add the values of a `state_dict`."""
-        self._values.append(state["values"].to(device))
+        self.values()
+        self._packed.append(state["values"].to(device))
         self._weights += state["weights"]
         self._steps += state["steps"]
         self.count += state["count"]

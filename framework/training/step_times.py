@@ -13,7 +13,6 @@ import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -192,15 +191,17 @@ class StepTimer:
             while len(kinds) > 1 and kinds[-2] != _CALLBACKS:
                 kinds.pop()
                 stamps.pop()
-        spans = [self._clock.between(end, begin) for begin, end in pairwise(stamps)]
+        # With `map`, since a log has 300 of them at 50 steps.
+        spans = list(map(self._clock.between, stamps[1:], stamps))
         ended = kinds[: len(spans)]
 
         begin = 0
         if self._skips_step:
             self._skips_step = _CALLBACKS not in ended
             begin = len(ended) if self._skips_step else ended.index(_CALLBACKS) + 1
+        seconds = self._seconds
         for kind, span in zip(ended[begin:], spans[begin:], strict=True):
-            self._seconds[kind] += span
+            seconds[kind] += span
         self._steps += ended[begin:].count(_CALLBACKS)
 
         if self._clock.is_sampled:
