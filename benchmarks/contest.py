@@ -53,6 +53,8 @@ class Contestant:
     needs: str | None = None
     # Environment variables with their values.
     environment: tuple[tuple[str, str], ...] = ()
+    # Its figures count even if it fails after it has left them.
+    may_abort: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,19 @@ def callback(name: str, **settings: float) -> tuple[str, ...]:
     return (f"+callbacks.benchmark._target_=benchmarks.marks.{name}", *keys)
 
 
-def peer(name: str, module: str, *arguments: str, needs: str | None = None, torchrun: int | None = None) -> Contestant:
+def peer(
+    name: str,
+    module: str,
+    *arguments: str,
+    needs: str | None = None,
+    torchrun: int | None = None,
+    may_abort: bool = False,
+) -> Contestant:
     """A module of `benchmarks.peers`. torchrun: started by it with so many processes."""
     command = ("-m", f"benchmarks.peers.{module}", *arguments)
     if torchrun is not None:
         command = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}", *command)
-    return Contestant(name, command, needs)
+    return Contestant(name, command, needs, may_abort=may_abort)
 
 
 def run(
@@ -113,7 +122,7 @@ def run(
     at_hold: Callable[[int, list[int]], None] | None = None,
     holding: int = 0,
 ) -> Outcome:
-    """Run it until it ends. Raises ContestError, with what it printed last, where it fails or leaves no report.
+    """Run it until it ends. Raises ContestError, with what it printed last, if it fails or leaves no report.
 
     reports: whether it leaves any. at_hold: called once `holding` processes hold still, with the pid of the command
     and of those.
@@ -153,7 +162,8 @@ def run(
             if not reader.is_alive():
                 os.close(master)
         figures = tuple(json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))
-    if status != 0 or (reports and not figures):
+    has_aborted = status != 0 and not (contestant.may_abort and figures)
+    if has_aborted or (reports and not figures):
         text = "".join(printed)[-_MAX_OUTPUT_CHARS:]
         raise ContestError(f"{contestant.name}: exit status {status}, {len(figures)} reports\n{text}")
     return Outcome(figures, begun, seconds)

@@ -26,6 +26,10 @@ def tokens_per_second(contestant: Contestant) -> dict[str, float]:
 
 
 def contestants(data_root: Path) -> list[Contestant]:
+    """Ours first. Raises SystemExit if the text isn't there: ours alone would train on another one."""
+    file = data_root / "tinyshakespeare" / "input.txt"
+    if not file.exists():
+        sys.exit(f"{file} isn't there, so both can't train on the same text: give --data-root, or put it there.")
     overrides = (
         "recipe=gpt_char",
         f"data.root={data_root}",
@@ -37,7 +41,6 @@ def contestants(data_root: Path) -> list[Contestant]:
         "checkpoint.monitor=null",
         *callback("Clock", warm_up=_WARM_UP, steps=_STEPS),
     )
-    file = data_root / "tinyshakespeare" / "input.txt"
     length = ("--warm-up", str(_WARM_UP), "--steps", str(_STEPS), "--threads", str(THREADS))
     return [
         ours("ours", *overrides),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,70 @@ class Hold:
     def on_train_step_end(self, info: StepInfo) -> None:
         if info.step == self._step:
             hold()
+
+
+class Intervals:
+    """Times a whole training, and what a log and a validation take in it. Call `tick` in each step, at one place.
+
+    `finish` reports, in seconds: `training`, all of it; `step`, the median of steps with nothing else; `log` and
+    `validation`, what these take beyond a step. In a step that is logged, the norm of gradients is part of the log.
+    """
+
+    def __init__(self, steps_per_epoch: int, log_every: int = 50) -> None:
+        self._steps_per_epoch = steps_per_epoch
+        self._log_every = log_every
+        self._ticks_s: list[float] = []
+        self._began_s = time.perf_counter()
+
+    def start(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def tick(self) -> None:
+        self._ticks_s.append(time.perf_counter())
+
+    def finish(self) -> None:
+        training_s = time.perf_counter() - self._began_s
+        logged: list[float] = []
+        before_log: list[float] = []
+        validated: list[float] = []
+        plain: list[float] = []
+        # The interval after step n holds what follows that step, and step n + 1. The first steps are slow.
+        for step in range(2, len(self._ticks_s)):
+            interval_s = self._ticks_s[step] - self._ticks_s[step - 1]
+            is_log = step % self._log_every == 0
+            if step % self._steps_per_epoch == 0:
+                if not is_log:
+                    validated.append(interval_s)
+            elif is_log:
+                logged.append(interval_s)
+            elif (step + 1) % self._log_every == 0:
+                before_log.append(interval_s)
+            else:
+                plain.append(interval_s)
+        step_s = statistics.median(plain)
+        report(
+            training=training_s,
+            step=step_s,
+            log=statistics.median(logged) + statistics.median(before_log) - 2 * step_s,
+            validation=statistics.median(validated) - step_s,
+        )
+
+
+@final
+class WholeRun:
+    """Times a run of ours by its `Intervals`."""
+
+    def __init__(self, steps_per_epoch: int) -> None:
+        self._intervals = Intervals(steps_per_epoch)
+
+    def on_fit_start(self, info: FitInfo) -> None:
+        self._intervals.start()
+
+    def on_train_step_end(self, info: StepInfo) -> None:
+        self._intervals.tick()
+
+    def on_fit_end(self) -> None:
+        self._intervals.finish()
 
 
 class TrainingTime:

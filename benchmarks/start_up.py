@@ -4,6 +4,8 @@
 
 Everyone trains a toy for 10 steps, one thread each. Ours does more at the end: it writes a checkpoint and tests the
 model. The first step has ended when it has on the last process. "plain" is a script that imports torch alone.
+
+¹ A process of plain DDP under mp.spawn may abort when it ends, after its last step. So only its first step counts.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ from framework.system.formatting import format_count
 ROUNDS = 7
 STEPS = 10
 _SECONDS = Unit("s")
+_SPAWNED = "mp.spawn, 2 processes ¹"
 _COMPARED: tuple[tuple[str, str, Target | None], ...] = (
     ("ours, 1 process", "plain script", Target(1.0)),
     ("ours, 2 processes", "ours, 1 process", Target(1.1)),
     ("ours, 8 processes", "ours, 1 process", Target(1.25)),
     ("ours, 1 process", "Lightning, 1 process", None),
     ("ours, 2 processes", "torchrun, 2 processes", None),
-    ("ours, 2 processes", "mp.spawn, 2 processes", None),
+    ("ours, 2 processes", _SPAWNED, None),
     ("ours, 2 processes", "Lightning, 2 processes", None),
 )
 
@@ -52,7 +55,7 @@ def contestants() -> list[Contestant]:
         *map(own, (1, 2, 8)),
         peer("Lightning, 1 process", *lightning, needs="lightning"),
         peer("torchrun, 2 processes", "plain_script", *steps, torchrun=2),
-        peer("mp.spawn, 2 processes", "plain_script", *steps, "--spawn", "2"),
+        peer(_SPAWNED, "plain_script", *steps, "--spawn", "2", may_abort=True),
         peer("Lightning, 2 processes", *lightning, "--processes", "2", needs="lightning"),
     ]
 
@@ -71,6 +74,8 @@ def rows(asked: Asked) -> list[Row]:
         claim = f"command to first step: {one} ÷ {other}"
         table.append(compare("start_up", claim, first_step, (one, other), unit=_SECONDS, target=target))
     for one, other, _ in _COMPARED:
+        if other == _SPAWNED:
+            continue
         claim = f"command to exit: {one} ÷ {other}"
         table.append(compare("start_up", claim, end, (one, other), unit=_SECONDS))
     return table

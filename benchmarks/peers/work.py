@@ -85,6 +85,39 @@ def _network(asked: argparse.Namespace, train: Dataset[Any]) -> Work:
     return Work(model, optimizer, nn.CrossEntropyLoss(), train)
 
 
+class Split(NamedTuple):
+    inputs: Tensor
+    targets: Tensor
+
+
+class Splits(NamedTuple):
+    """All that whole epochs need. loss: of outputs and targets."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: nn.Module
+    batch: int
+    train: Split
+    val: Split
+
+
+def splits(work: str) -> Splits:
+    """Return model, optimizer and tensors of recipe=toy or recipe=digits, as these have them."""
+    if work == "toy":
+        from recipes.toy import ToyModel, toy_regression
+
+        data: Any = toy_regression()
+        model: nn.Module = ToyModel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        return Splits(model, optimizer, nn.MSELoss(), 20, Split(*data.train.tensors), Split(*data.val.tensors))
+    from recipes.digits import ConvNet, digits
+
+    data = digits()
+    model = ConvNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    return Splits(model, optimizer, nn.CrossEntropyLoss(), 32, Split(*data.train[:]), Split(*data.val[:]))
+
+
 def loader(work: Work, asked: argparse.Namespace, **options: Any) -> DataLoader[Any]:
     """Shuffled, unless `options` name a sampler."""
     if "sampler" not in options:

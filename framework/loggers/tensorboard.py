@@ -67,7 +67,7 @@ class TensorBoardLogger(Logger):
     A resumed run hides what was logged after the step it resumes from. "Custom Scalars" has the charts to look at
     first, "HParams" each finished run with its configuration and final metrics.
 
-    Numbers are written every few seconds, and by `flush` before each checkpoint and evaluation.
+    Numbers are written every few seconds, and by `flush` before each checkpoint.
 
     A full disk is reported once and doesn't end training: the event file is abandoned, and `flush` tries a new one.
     Numbers logged meanwhile are in `metrics.jsonl` only.

@@ -335,7 +335,6 @@ class Trainer:
         step = self.progress.step
         epoch = self.progress.last_epoch
         self._timer.leave_step(RankPhase.EVALUATE)
-        self.logbook.flush()
         # So that queued steps count as training time.
         self.context.wait_for_devices()
         began = time.perf_counter()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contest import Contest, Contestant, ContestError, Target, Unit, compare, run, take_turns
+from benchmarks import gpt
+from benchmarks.contest import Asked, Contest, Contestant, ContestError, Target, Unit, compare, run, take_turns
 
 SECONDS = Unit("s", decimals=1)
 
@@ -28,6 +29,19 @@ def test_a_contestant_leaves_figures_in_an_empty_folder() -> None:
 def test_a_failing_contestant_is_shown_with_its_output() -> None:
     with pytest.raises(ContestError, match="no luck"):
         run(python("one", "raise SystemExit('no luck')"))
+
+
+def test_figures_of_a_contestant_that_may_abort_count() -> None:
+    code = "import os; from benchmarks.marks import report; report(first_step=1.5); os.abort()"
+    aborting = Contestant("one", ("-c", code), may_abort=True)
+    assert run(aborting).worst("first_step") == 1.5
+    with pytest.raises(ContestError, match="exit status"):
+        run(Contestant("one", ("-c", "import os; os.abort()"), may_abort=True))
+
+
+def test_gpt_is_refused_without_the_text(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"tinyshakespeare/input.txt isn't there.*--data-root"):
+        gpt.rows(Asked(rounds=1, data_root=tmp_path))
 
 
 def test_rounds_rotate_who_begins() -> None:

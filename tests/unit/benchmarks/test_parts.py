@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import yaml
 
-from benchmarks import memory, mnist_fast, on_gpu, scale, start_up, steps
+from benchmarks import memory, mnist_fast, on_gpu, scale, start_up, steps, whole_run
 from benchmarks.contest import Contest, Contestant, run
 from tests.helpers.command import run_framework
 
@@ -21,6 +21,14 @@ def time_steps() -> None:
     # The steps are timed after the warm-up.
     assert 0 < report["wall_s"] * steps.STEPS <= report["ended"] - report["begun"] + 0.01
     assert report["cpu_s"] > 0
+
+
+def time_a_whole_run() -> None:
+    work = whole_run.WORKS[0]._replace(epochs=3)
+    for each in whole_run.contestants(work):
+        figures = whole_run.measure(each)
+        assert 0 < figures["training"] < figures["command"]
+        assert figures["validation"] > 0
 
 
 def time_the_first_step_of_two_ranks() -> None:
@@ -82,6 +90,7 @@ def validate_both_recipes_at_their_end() -> None:
 
 PARTS = (
     time_steps,
+    time_a_whole_run,
     time_the_first_step_of_two_ranks,
     weigh_two_ranks,
     time_the_indices_of_an_epoch,
