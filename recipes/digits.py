@@ -79,8 +79,9 @@ def digits(size: int = IMAGE_SIZE, val_size: int = 180, test_size: int = 360, se
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    images = torch.from_numpy(bunch.images).float().unsqueeze(1) / LARGEST_PIXEL  # (N, 1, 8, 8)
-    images = interpolate(images, size=(size, size), mode="bilinear", align_corners=False)  # (N, 1, size, size)
+    images = torch.from_numpy(bunch.images).float() / LARGEST_PIXEL
+    # (N, 8, 8) → (N, 1, size, size)
+    images = interpolate(images.unsqueeze(1), size=(size, size), mode="bilinear", align_corners=False)
     labels = torch.from_numpy(bunch.target).long()  # (N)
 
     num_train = len(labels) - val_size - test_size

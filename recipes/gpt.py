@@ -229,6 +229,6 @@ def sample(model: Any, context: Any, prompt: str = "\n", length: int = 500, temp
         # The model sees at most its last `model.context` characters.
         scores = model(tokens[:, -model.context :])  # (1, T, V)
         probabilities = torch.softmax(scores[0, -1] / temperature, dim=0)  # (V)
-        next_token = torch.multinomial(probabilities, num_samples=1)
-        tokens = torch.cat([tokens, next_token[None, :]], dim=1)
+        next_token = torch.multinomial(probabilities, num_samples=1)[None, :]  # (1, 1)
+        tokens = torch.cat([tokens, next_token], dim=1)
     print("".join(ALPHABET[token] for token in tokens[0].tolist()))

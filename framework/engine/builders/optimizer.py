@@ -57,7 +57,9 @@ def build_one_optimizer(
     params: list[Any] = parameters
     if config.name or config.groups:
         # The first label is that of parameters which no pattern matches.
-        options = dict(zip(config.labels, ({}, *(group.options for group in config.groups)), strict=True))
+        options_of_groups: list[Mapping[str, Any]] = [{}]
+        options_of_groups += [group.options for group in config.groups]
+        options = dict(zip(config.labels, options_of_groups, strict=True))
         params = []
         for label, group_parameters in groups.items():
             params.append({"params": list(group_parameters), **options[label], "name": label})

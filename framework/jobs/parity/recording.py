@@ -206,16 +206,18 @@ def step_events(recorded: Sequence[Event], sizes: Sequence[int]) -> list[Event]:
 
     A micro-batch of size 0 is a stand-in, whose values are left out.
     """
-    length = len(recorded) // len(sizes)
-    micro = [recorded[begin : begin + length] for begin in range(0, len(recorded), length or 1)]
-    paths = [[event.place for event in part] for part in micro]
-    if any(path != paths[0] for path in paths):
+    length, remainder = divmod(len(recorded), len(sizes))
+    if length == 0 or remainder != 0:
         return []
+    parts = [recorded[begin : begin + length] for begin in range(0, len(recorded), length)]
     events = []
-    for same in zip(*micro, strict=True):
-        weighted = [size * event.moments for size, event in zip(sizes, same, strict=True)]
-        drew = any(event.drew for event in same)
-        events.append(replace(same[0], drew=drew, moments=torch.stack(weighted).sum(dim=0)))
+    for of_parts in zip(*parts, strict=True):
+        first = of_parts[0]
+        if any(event.place != first.place for event in of_parts):
+            return []
+        weighted = [size * event.moments for size, event in zip(sizes, of_parts, strict=True)]
+        drew = any(event.drew for event in of_parts)
+        events.append(replace(first, drew=drew, moments=torch.stack(weighted).sum(dim=0)))
     return events
 
 
