@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.data.loader import MapLoader
 from framework.distributed.collectives import barrier
@@ -66,15 +66,7 @@ class Trials:
         if self._context.world_size > 1:
             gradient_copies += 1
         model = self._trainer.state.bare_model
-        # Tensors, and how often each is copied.
-        self._copies: list[tuple[Tensor, int]] = []
-        for tensor in (*model.parameters(), *model.buffers()):
-            # Averages of bfloat16 are float32.
-            widened = average_dtype(tensor).itemsize // tensor.itemsize
-            copies = averages * widened
-            if tensor.requires_grad:
-                copies += gradient_copies
-            self._copies.append((tensor, copies))
+        self._copies = _count_copies(model, averages=averages, gradient_copies=gradient_copies)
 
         # All processes of a node measure what is free before one of them takes it.
         margin = setup.config.tune.margin
@@ -103,17 +95,19 @@ class Trials:
 
     def _combined(self, size: int, outcomes: list[_Outcome]) -> dict[str, Any]:
         """Return the trial as tune.json has it. outcomes: of every rank."""
+        peaks = [outcome.peak_bytes for outcome in outcomes if outcome.peak_bytes is not None]
         trial: dict[str, Any] = {
             "batch_size": size,
             "fits": True,
             "refused_by": None,
             "refusal": None,
-            "peak_bytes": max((o.peak_bytes for o in outcomes if o.peak_bytes is not None), default=None),
+            "peak_bytes": max(peaks, default=None),
             "samples_per_s": None,
         }
         for rank, outcome in enumerate(outcomes):
             if outcome.refusal is not None:
                 return {**trial, "fits": False, "refused_by": rank, "refusal": outcome.refusal}
+        # Every rank has made its steps.
         slowest_s = max(outcome.step_s for outcome in outcomes if outcome.step_s is not None)
         samples = min(self._sizing.trial(size).global_batch_size, self._sizing.samples)
         return {**trial, "samples_per_s": samples / slowest_s}
@@ -184,6 +178,19 @@ class Trials:
             gradients = int(tensor.requires_grad)
             fixed_bytes += (copies + gradients) * tensor.nbytes
         return fixed_bytes
+
+
+def _count_copies(model: nn.Module, *, averages: int, gradient_copies: int) -> list[tuple[Tensor, int]]:
+    """Return the tensors of the model, and how many copies of each the run keeps besides."""
+    counts = []
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Averages of bfloat16 are float32.
+        widened = average_dtype(tensor).itemsize // tensor.itemsize
+        copies = averages * widened
+        if tensor.requires_grad:
+            copies += gradient_copies
+        counts.append((tensor, copies))
+    return counts
 
 
 def _line(trial: Mapping[str, Any]) -> str:
