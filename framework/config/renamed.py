@@ -109,7 +109,7 @@ def _removed_keys(saved: Mapping[str, Any]) -> dict[str, Any]:
     keys = {}
     for key in REMOVED:
         section, _, name = key.rpartition(".")
-        values = saved
+        values: Any = saved
         if section:
             values = saved.get(section, {})
         if isinstance(values, Mapping) and name in values:
