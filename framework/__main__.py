@@ -8,9 +8,10 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from framework.config.renamed import present_override
-from framework.errors import EXIT_INTERRUPTED, FrameworkError
+from framework.errors import EXIT_INTERRUPTED, EXIT_STOPPED, FrameworkError, StoppedBySignalError
 from framework.system.output import ReaderGoneError, tolerant_output
 from framework.system.shown_text import shown
+from framework.system.signals import interrupting
 
 if TYPE_CHECKING:
     from framework.launch.fork_server import ForkServer
@@ -56,24 +57,32 @@ def main() -> int:
 
 
 def _command() -> int:
-    from framework.launch.cluster_environment import without_secret
-
-    arguments = without_secret(sys.argv[1:], os.environ)
-    sys.argv[1:] = arguments
+    """Run the command. Until it has ranks that can save, a scheduler's signal ends it: nothing is lost by that."""
     try:
-        status = _external(arguments)
-        if status is not None:
-            return status
-        if not _needs_fork_server(arguments):
-            return _answer(arguments)
-        from framework.launch.fork_server import PRELOAD, ForkServer
-
-        with closing(ForkServer(PRELOAD)) as fork_server:
-            return _answer(arguments, fork_server=fork_server)
+        with interrupting():
+            return _run_command()
+    except StoppedBySignalError:
+        return EXIT_STOPPED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except ReaderGoneError:
         return EXIT_BROKEN_PIPE
+
+
+def _run_command() -> int:
+    from framework.launch.cluster_environment import without_secret
+
+    arguments = without_secret(sys.argv[1:], os.environ)
+    sys.argv[1:] = arguments
+    status = _external(arguments)
+    if status is not None:
+        return status
+    if not _needs_fork_server(arguments):
+        return _answer(arguments)
+    from framework.launch.fork_server import PRELOAD, ForkServer
+
+    with closing(ForkServer(PRELOAD)) as fork_server:
+        return _answer(arguments, fork_server=fork_server)
 
 
 def _answer(

@@ -70,6 +70,15 @@ class LaunchError(RunError):
     """The processes of a run could not be started or were lost."""
 
 
+class StoppedBySignalError(KeyboardInterrupt):
+    """A signal other than Ctrl-C ends the command where nothing is lost: what is left is done by resuming.
+
+    It is a KeyboardInterrupt, which no handler of errors catches.
+    """
+
+    exit_status = EXIT_STOPPED
+
+
 def describe_error(error: BaseException, *, lines: int = 1) -> str:
     """Return its class and the first `lines` non-empty lines of its text."""
     name = type(error).__name__

@@ -73,7 +73,8 @@ def execute(overrides: Sequence[str], nodes: Nodes, *, name: str | None = None) 
         result = compose.run_call(overrides, PythonCall(nodes.pickled(), name), fork_server=server)
     if result.failure is not None:
         assert result.run_dir is not None, "ranks have a run directory"
-        raise RunFailedError(render(result.failure), report=result.failure, directory=result.run_dir.path)
+        failed = RunFailedError(render(result.failure), report=result.failure, directory=result.run_dir.path)
+        raise failed from result.error
     return result
 
 

@@ -65,7 +65,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`finished`, `stopped` (on request, with a checkpoint), `failed`, `interrupted`, `running` or `crashed`."""
+        """`finished`, `stopped` (on request, to be resumed), `failed`, `interrupted`, `running` or `crashed`."""
         return self._read().status
 
     @property

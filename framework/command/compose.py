@@ -42,7 +42,14 @@ from framework.config.assets import docs_dir, import_from_working_dir, user_conf
 from framework.config.parse import listed_values, normalize_override, parse
 from framework.config.renamed import present_override
 from framework.config.saved import key_of, search_path_override, value_of
-from framework.errors import EXIT_INTERRUPTED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError
+from framework.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EXIT_WRONG_REQUEST,
+    ConfigError,
+    FrameworkError,
+    StoppedBySignalError,
+)
 from framework.system.output import answer, check_answered, tolerant_output
 from framework.system.run_dir import new_name
 from framework.system.shown_text import shown
@@ -80,6 +87,9 @@ def main(
     except SystemExit:
         # Hydra has printed that there is nothing to show.
         return EXIT_WRONG_REQUEST
+    except StoppedBySignalError as stop:
+        print(f"Stopped by {stop}", file=sys.stderr)
+        return EXIT_STOPPED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

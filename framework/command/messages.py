@@ -85,6 +85,14 @@ def interrupted_message(run_dir: RunDir, *, trains: bool) -> str:
     return f"\nInterrupted; every process has ended. {advice}"
 
 
+def stopped_message(run_dir: RunDir, *, by: str) -> str:
+    """Return the line after a signal that ended a training before a step was done, with the command that resumes it."""
+    command = f"python -m framework {resume_arguments(run_dir)}"
+    if complete_steps(run_dir.checkpoints):
+        return f"\nStopped by {by} before a step was done. Resume from the last checkpoint: {command}"
+    return f"\nStopped by {by} before the first step. Start again: {command}"
+
+
 def resume_arguments(run_dir: RunDir) -> str:
     """Return the arguments that resume a run, with the typed `path.outputs`: only below it is the run the user's."""
     record = read_object(run_dir.run_file) or {}

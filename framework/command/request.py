@@ -26,6 +26,8 @@ class JobResult:
     score: float | None = None
     # Why the ranks failed; printed already, unless the job was called from Python.
     failure: FailureReport | None = None
+    # What the rank raised, if it ran in this process.
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from framework.command.launcher import Placement
-from framework.command.messages import interrupted_message, rerun_message, start_message
+from framework.command.messages import interrupted_message, rerun_message, start_message, stopped_message
 from framework.command.request import JobResult, Request
 from framework.config.saved import run_of
 from framework.config.schema import Config
-from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, RequestError
+from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, FrameworkError, RequestError, StoppedBySignalError
 from framework.launch.base import Part
 from framework.launch.cluster_environment import split_endpoint
 from framework.launch.handshake import RunSpec, make_visible
@@ -51,7 +51,7 @@ def run_ranks(
         trains: True: it is a training run, which can be resumed.
     """
     placement = request.placement
-    setup = _node_setup(request, placement)
+    setup = _node_setup(request, placement, trains=trains)
     with placement.launcher.join(setup) as part:
         if part.spec is not None:
             return _follow(request, setup, part, part.spec)
@@ -68,12 +68,15 @@ def run_ranks(
             plan = _launch_plan(request, setup, run_dir, entry=entry)
             outcome = _launch_recorded(part.launch, plan, trains=trains)
 
+            if outcome.error is not None and request.call is None and not isinstance(outcome.error, FrameworkError):
+                # For a debugger, and with Python's own traceback.
+                raise outcome.error
             if outcome.failure is not None and request.call is None:
                 print(render(outcome.failure), file=sys.stderr, flush=True)
-            if outcome.status != EXIT_WRONG_REQUEST and not is_quiet:
+            if outcome.status != EXIT_WRONG_REQUEST and not is_quiet and not outcome.stopped_early:
                 print(shown(text(run_dir, outcome.status)), flush=True)
             score = run_dir.read_run().get("results", {}).get("score")
-            return JobResult(outcome.status, run_dir, score=score, failure=outcome.failure)
+            return JobResult(outcome.status, run_dir, score=score, failure=outcome.failure, error=outcome.error)
 
 
 def _is_quiet(request: Request, *, trains: bool) -> bool:
@@ -100,7 +103,7 @@ def _run_start(request: Request) -> RunStart:
     )
 
 
-def _node_setup(request: Request, placement: Placement) -> NodeSetup:
+def _node_setup(request: Request, placement: Placement, *, trains: bool) -> NodeSetup:
     config = request.config
     endpoint = None
     if placement.topology.nnodes > 1 and config.topology.rdzv_endpoint is not None:
@@ -118,6 +121,7 @@ def _node_setup(request: Request, placement: Placement) -> NodeSetup:
         node=config.topology.node_rank,
         endpoint=endpoint,
         max_restarts=config.launcher.max_restarts,
+        is_resumable=trains and config.checkpoint.enabled and not config.trainer.fast_dev_run,
         arguments=tuple(sys.argv[1:]),
         external_ranks=request.external_ranks,
     )
@@ -162,6 +166,10 @@ def _launch_recorded(launch: Callable[[LaunchPlan], Outcome], plan: LaunchPlan, 
     run_dir = plan.run_dir
     try:
         outcome = launch(plan)
+    except StoppedBySignalError as stop:
+        record_end(run_dir, status="stopped")
+        print(shown(stopped_message(run_dir, by=str(stop))), file=sys.stderr, flush=True)
+        return Outcome(EXIT_STOPPED, stopped_early=True)
     except KeyboardInterrupt:
         record_end(run_dir, status="interrupted")
         print(shown(interrupted_message(run_dir, trains=trains)), file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from framework.command.job import Job, load_job
 from framework.command.messages import resume_arguments, tensorboard_command
 from framework.command.request import JobResult, Request
 from framework.config.secrets import masked_override
-from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError, RunError
+from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError, RunError, StoppedBySignalError
 from framework.system.formatting import display_path, format_count, format_facts, format_table
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown
@@ -72,7 +72,8 @@ def grid(overrides: Sequence[str], settings: DictConfig) -> Iterator[list[str]]:
 def run_sweep(requests: Sequence[Request]) -> int:
     """Check all jobs, then run each, also after one has failed; return 1 if any failed, else 0.
 
-    Raises FrameworkError for a mistake in any job; KeyboardInterrupt ends the sweep, after the table.
+    A job that is stopped on request ends the sweep with EXIT_STOPPED, and KeyboardInterrupt ends it, both after the
+    table. Raises FrameworkError for a mistake in any job.
     """
     if not requests:
         raise ConfigError("The sweep has no jobs: one of its ranges is empty.")
@@ -88,9 +89,12 @@ def run_sweep(requests: Sequence[Request]) -> int:
     for number, (request, label) in enumerate(zip(requests, labels, strict=True)):
         try:
             sweep.run(request, label=label)
-        except KeyboardInterrupt:
-            print(f"\nInterrupted in job {number}; {len(requests) - number - 1} more were not started.")
+        except KeyboardInterrupt as interrupt:
+            how = "Stopped" if isinstance(interrupt, (StoppedBySignalError, _JobStoppedError)) else "Interrupted"
+            print(f"\n{how} in job {number}; {len(requests) - number - 1} more were not started.")
             sweep.close()
+            if isinstance(interrupt, _JobStoppedError):
+                return EXIT_STOPPED
             raise
     return sweep.close()
 
@@ -132,6 +136,8 @@ def run_chosen(
 
     try:
         run_all(run_one, direction)
+    except _JobStoppedError:
+        return EXIT_STOPPED
     finally:
         status = sweep.close()
     return status
@@ -213,7 +219,7 @@ class Sweep:
     def run(self, request: Request, *, label: str) -> JobResult:
         """Run one job. An exception is printed and makes the job a failed one.
 
-        KeyboardInterrupt is passed on, and raised after a job that was stopped on request, which ends the sweep.
+        KeyboardInterrupt is passed on; a job that was stopped on request raises one that ends the sweep.
         """
         run_dir = RunDir(_sub_run(request))
         number = run_dir.path.name
@@ -239,7 +245,7 @@ class Sweep:
         self._rows.append((number, how, score, seconds))
         print("  ".join([f"[{number}] {label}", how, score, f"{seconds} s", where]).rstrip(), flush=True)
         if result.status == EXIT_STOPPED:
-            raise KeyboardInterrupt
+            raise _JobStoppedError
         return result
 
     def close(self) -> int:
@@ -263,6 +269,10 @@ class Sweep:
         if folder.is_dir():
             print(f"\n{format_facts([('curves', tensorboard_command(folder))])}", flush=True)
         return EXIT_RUN_FAILED if self._failed else 0
+
+
+class _JobStoppedError(KeyboardInterrupt):
+    """A job was stopped on request. No sweeper catches it."""
 
 
 def _run_caught(request: Request) -> JobResult:

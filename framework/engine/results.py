@@ -54,7 +54,8 @@ def write_results(setup: RankSetup, trainer: Trainer, *, test: dict[str, Any] | 
 def _ended_by(setup: RankSetup, trainer: Trainer) -> str:
     """Return why training ended, for the results."""
     if trainer.stop.on_request:
-        return f"stopped on request ({trainer.stop.stopped_by})"
+        place = " during the test" if trainer.stop.stopped_test else ""
+        return f"stopped on request ({trainer.stop.stopped_by}){place}"
     if trainer.stop.reason:
         return trainer.stop.reason
     max_epochs = setup.config.trainer.max_epochs

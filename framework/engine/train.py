@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from framework.checkpoint import read_manifest
@@ -30,12 +29,13 @@ from framework.engine.weights import load_model
 from framework.errors import EXIT_STOPPED, RunError
 from framework.launch.child import show_status
 from framework.launch.plan import MonitorLink, RankArguments
-from framework.launch.stopping import stoppable
+from framework.launch.stopping import TestStoppedError, stoppable, stoppable_test
 from framework.media import markdown_texts
 from framework.monitoring.rank_status import RankPhase
 from framework.system.files import free_bytes
 from framework.system.formatting import format_bytes
 from framework.system.rank_log import logger, warn
+from framework.training.evaluation import Evaluation
 from framework.training.trainer import Trainer
 from framework.types import Datasets, hooks
 
@@ -82,7 +82,15 @@ def _show_status(setup: RankSetup, text: str) -> None:
 
 
 def _train(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLoader) -> int | None:
-    """Assemble, restore, fit and test: inside the process group."""
+    """Assemble, restore, fit, test and close: inside the process group."""
+    with ExitStack() as stack:
+        return _train_stoppable(setup, datasets, train_loader, stack=stack)
+
+
+def _train_stoppable(
+    setup: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLoader, *, stack: ExitStack
+) -> int | None:
+    """Train as `_train` says. From `fit` on, `stack` keeps this rank stoppable, also while everything is closed."""
     val_loaders = make_eval_loaders(setup, datasets, part="val", strategy=setup.strategy)
     test_loaders = make_eval_loaders(setup, datasets, part="test", strategy=setup.strategy)
     checkpoint = own_checkpoint(setup)
@@ -102,18 +110,20 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | Strea
         if metrics:
             check_metrics(setup.config, metrics)
 
+        # Without checkpoints a stop signal just ends the process.
+        if trainer.checkpoints is not None:
+            stack.enter_context(stoppable(setup.link))
         started = time.perf_counter()
-        with ExitStack() as stack:
-            # Without checkpoints a stop signal just ends the process.
-            if trainer.checkpoints is not None:
-                stack.enter_context(stoppable(setup.link))
-            trainer.fit()
+        trainer.fit()
         seconds = time.perf_counter() - started
 
         setup.link.rank_status.set_phase(RankPhase.EVALUATE)
         test_results = None
         if test_loaders and not trainer.stop.on_request:
-            test_results = _test(setup, trainer, test_loaders)
+            try:
+                test_results = _test(setup, trainer, test_loaders)
+            except TestStoppedError:
+                trainer.stop.note_stopped_test()
         setup.link.rank_status.set_phase(RankPhase.CLOSING)
         trainer.logbook.log_drawings()
         if setup.context.is_main:
@@ -161,14 +171,20 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
 
     Returns:
         `step` of the weights, `metrics` and `texts`, for the results.
+
+    Raises:
+        TestStoppedError: a stop was requested.
     """
     state = trainer.state
-    evaluate = partial(
-        state.evaluate,
-        loaders,
-        with_media=bool(state.loggers),
-        inference_mode=setup.config.trainer.inference_mode,
-    )
+
+    def evaluate() -> Evaluation:
+        with stoppable_test(trainer.stop.request, link=setup.link) as until_stopped:
+            return state.evaluate(
+                {prefix: until_stopped(loader) for prefix, loader in loaders.items()},
+                with_media=bool(state.loggers),
+                inference_mode=setup.config.trainer.inference_mode,
+            )
+
     if _has_best_checkpoint(setup, trainer):
         best = setup.run_dir.checkpoints / BEST
         manifest = read_manifest(load_model(state.bare_model, best, context=setup.context))

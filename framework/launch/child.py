@@ -147,7 +147,7 @@ def _copy_descriptor_2(path: Path) -> TextIO:
     sys.stderr.flush()
     terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
     reading_end, writing_end = os.pipe()
-    command = ["sh", "-c", 'trap "" HUP INT TERM USR1; exec tee -a "$0"', str(path)]
+    command = ["sh", "-c", 'trap "" HUP INT TERM USR1 USR2; exec tee -a "$0"', str(path)]
     streams = [(os.POSIX_SPAWN_DUP2, reading_end, 0), (os.POSIX_SPAWN_DUP2, terminal.fileno(), 1)]
     # In a container without a shell, the log lacks what compiled code prints.
     with suppress(OSError):

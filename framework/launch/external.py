@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from signal import SIGINT, SIGTERM
+from signal import SIGINT
 from typing import TextIO, final
 
 from framework.config.assets import import_from_working_dir
@@ -23,7 +23,15 @@ from framework.config.parse import seconds_of
 from framework.config.schema import Config
 from framework.config.topology import Topology, resolve_topology
 from framework.distributed.store import open_run_store
-from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ConfigError, FrameworkError, TopologyError
+from framework.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_RUN_FAILED,
+    EXIT_STOPPED,
+    ConfigError,
+    FrameworkError,
+    StoppedBySignalError,
+    TopologyError,
+)
 from framework.launch.base import Launcher, Part
 from framework.launch.child import log_to, silence_compiled_code
 from framework.launch.cluster_environment import ClusterEnvironment, typed_value
@@ -37,7 +45,7 @@ from framework.system.formatting import format_count
 from framework.system.hardware import count_gpus, openmp_environment
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown
-from framework.system.signals import catching_signals, die_with_parent
+from framework.system.signals import SCHEDULER_SIGNALS, catching_signals, die_with_parent
 
 # Beyond rank 0's own time-out, so that rank 0 is the first to print what is wrong.
 _MARGIN_S = 10.0
@@ -70,6 +78,8 @@ def run_external(
         status = error.exit_status
         if cluster.rank == 0 or cluster.prints_for_node:
             print(shown(str(error)), file=sys.stderr, flush=True)
+    except StoppedBySignalError:
+        status = EXIT_STOPPED
     except KeyboardInterrupt:
         status = EXIT_INTERRUPTED
         raise
@@ -228,10 +238,16 @@ def _run(cluster: ClusterEnvironment, spec: RunSpec, *, terminal: TextIO) -> Out
     )
     rank = RankArguments(spec.run_dir, topology, rank=cluster.rank, rendezvous="env://", attempt=attempt)
     open_store = partial(open_run_store, attempt)
-    received = catching_signals([SIGTERM], observed=[SIGINT])
+    received = catching_signals(SCHEDULER_SIGNALS, observed=[SIGINT])
     with closing(RankStatus()) as rank_status, heartbeat(rank_status), received as signals:
         monitor = ExternalMonitor(
-            rank, rank_status, store=open_store(), limits=spec.limits, terminal=terminal, signals=signals
+            rank,
+            rank_status,
+            store=open_store(),
+            limits=spec.limits,
+            is_resumable=spec.is_resumable,
+            terminal=terminal,
+            signals=signals,
         )
         with closing(monitor):
             monitor.start()

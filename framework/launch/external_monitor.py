@@ -23,7 +23,7 @@ from framework.monitoring.node_monitor import Limits, NodeMonitor, RankInfo
 from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport, late_line, render, report_failure
 from framework.system.run_dir import RunDir, read_object
-from framework.system.signals import Signals
+from framework.system.signals import Signals, shown_signal
 
 _LOOK_EVERY_S = 0.25
 # How long to wait after a first failure, so that the report has the ranks that fail with it.
@@ -32,7 +32,7 @@ _SETTLE_S = 0.5
 _MAIN_S = 3.0
 # How long to wait for another rank to make the report.
 _REPORT_S = 20.0
-# The time from SIGTERM to the end, unless the training loop handles it: it may be sent after a failure.
+# The time from a signal to the end, unless the training loop handles it: SIGTERM may be sent after a failure.
 _TERMINATED_S = 2.0
 
 
@@ -47,6 +47,7 @@ class ExternalMonitor:
         *,
         store: RunStore,
         limits: Limits,
+        is_resumable: bool,
         terminal: TextIO,
         signals: Signals,
     ) -> None:
@@ -55,6 +56,7 @@ class ExternalMonitor:
         self._rank_status = rank_status
         self._store = store
         self._limits = limits
+        self._is_resumable = is_resumable
         self._terminal = terminal
         self._signals = signals
         self._run_dir = RunDir(Path(arguments.run_dir))
@@ -72,8 +74,10 @@ class ExternalMonitor:
         # How the ranks of this node ended that weren't done, by rank, as for `report_failure`.
         self._gone: dict[int, dict[str, Any]] = {}
         self._hung = False
-        # When SIGTERM came, and how often Ctrl-C was pressed.
-        self._sigterm_s: float | None = None
+        # Of this rank: the signal to stop by that the training loop doesn't handle, and since when.
+        self._signal = 0
+        self._signalled_s = 0.0
+        # How often Ctrl-C was pressed.
         self._interrupts = 0
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
@@ -89,7 +93,7 @@ class ExternalMonitor:
         Rank 0's outcome has the report if it has to be shown; another rank shows it.
         """
         self._settling.set()
-        if status in (0, EXIT_STOPPED):
+        if status == 0 or (status == EXIT_STOPPED and self._cause() is None):
             return Outcome(status)
         self._reported.wait(_REPORT_S)
         if self._report is None:
@@ -153,7 +157,7 @@ class ExternalMonitor:
         if cause is not None and not self._reported.is_set():
             self._end(cause)
         elif cause is None and self._is_terminated():
-            os._exit(128 + signal.SIGTERM)
+            self._end_by_signal()
 
     def _note_signals(self) -> None:
         received = self._signals.take()
@@ -162,8 +166,10 @@ class ExternalMonitor:
             # The main thread may be waiting in compiled code, where it sees neither.
             self._say("Interrupted twice: ended at once")
             os._exit(EXIT_INTERRUPTED)
-        if signal.SIGTERM in received and self._sigterm_s is None:
-            self._sigterm_s = time.monotonic()
+        for number in received:
+            if number != signal.SIGINT:
+                # The main thread may be waiting in compiled code, where handlers don't run.
+                self._rank_status.request_stop(number)
 
     def _pass_on_stop_requests(self) -> None:
         if self._topology.nnodes > 1:
@@ -255,10 +261,28 @@ class ExternalMonitor:
         return self._arguments.rank == min(living, default=self._arguments.rank)
 
     def _is_terminated(self) -> bool:
-        """Return True if SIGTERM came and the training loop doesn't handle it as a stop request."""
-        if self._sigterm_s is not None and self._monitor.is_stoppable():
-            self._sigterm_s = None
-        return self._sigterm_s is not None and time.monotonic() - self._sigterm_s > _TERMINATED_S
+        """Return True if a stop was requested and no training loop handles that, as before the first step."""
+        page = self._rank_status.read()
+        number = page.stop_signal or page.received_signal
+        if not number or self._monitor.is_stoppable_anywhere() or page.is_done:
+            self._signal = 0
+            return False
+        if not self._signal:
+            self._signal = number
+            self._signalled_s = time.monotonic()
+        return time.monotonic() - self._signalled_s > _TERMINATED_S
+
+    def _end_by_signal(self) -> None:
+        """End this process, as the other ranks end theirs: `request_stop` is passed on to all."""
+        name = shown_signal(self._signal)
+        status = EXIT_STOPPED if self._is_resumable else 128 + self._signal
+        if self._arguments.rank == 0:
+            self._say(f"Stopped by {name}")
+            with suppress(OSError, ValueError):  # a full disk
+                self._run_dir.update_run({"status": "stopped" if self._is_resumable else "interrupted"})
+        # No failure of this rank, for the others.
+        self._rank_status.mark_done()
+        os._exit(status)
 
     def _say(self, text: str) -> None:
         # The terminal may be gone.

@@ -75,6 +75,8 @@ class RunSpec:
     run_dir: str
     topology: Topology
     limits: Limits
+    # See `NodeSetup`.
+    is_resumable: bool
     # The texts of files of the run directory. `secrets` is empty if there is no such file.
     config: str
     overrides: str

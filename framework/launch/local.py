@@ -24,14 +24,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO, final
 
 from framework.distributed.store import LOOPBACK, RunStore, listen
-from framework.errors import EXIT_STOPPED, LaunchError
+from framework.errors import EXIT_STOPPED, LaunchError, StoppedBySignalError
 from framework.launch.base import Launcher
 from framework.launch.child import LEAVE_S, Child, Message
 from framework.launch.fork_server import ForkServer, running_fork_server
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments
 from framework.launch.rank_environment import network_environment, rank_environment
 from framework.launch.run_server import RunServer
-from framework.launch.stopping import shown_signal
+from framework.launch.stopping import stopping_line
 from framework.monitoring.failure import FailureKind
 from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import NodeMonitor, RankInfo
@@ -39,13 +39,14 @@ from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport, late_line, render, report_failure
 from framework.system.orphans import ENDS_WITHIN_S, left_behind
 from framework.system.shown_text import shown
-from framework.system.signals import Signals, catching_signals
+from framework.system.signals import Signals, catching_signals, shown_signal
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# The cause of an alarm after which every node ends at once, without a report.
+# Causes of an alarm after which every node ends at once, without a report. A stopped run is to be resumed.
 INTERRUPTED = "interrupted"
+STOPPED = "stopped"
 
 # How much longer than backend.init_timeout the ranks may take to start.
 _START_S = 10.0
@@ -192,10 +193,11 @@ class NodeRun:
                 return self._fail(plan)
             is_stopped = any(end["status"] == EXIT_STOPPED for end in self._exits.values())
             return Outcome(EXIT_STOPPED if is_stopped else 0)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             # The other nodes' ranks would wait for those that were here.
-            if self._exchange is not None and self._trouble != INTERRUPTED:
-                self._exchange.raise_alarm(INTERRUPTED)
+            if self._exchange is not None and self._trouble not in (INTERRUPTED, STOPPED):
+                is_stop = isinstance(interrupt, StoppedBySignalError)
+                self._exchange.raise_alarm(STOPPED if is_stop else INTERRUPTED)
             raise
         finally:
             self._end_ranks()
@@ -344,11 +346,8 @@ class NodeRun:
         monitor = self._monitor
         exchange = self._exchange
         elsewhere = None
-        if exchange is None:
-            signal_number = monitor.received_signal()
-            if signal_number and not monitor.stop_signal:
-                monitor.set_stop_signal(signal_number)
-        else:
+        self._look_at_received_signals()
+        if exchange is not None:
             exchange.step()
             if exchange.alarm is not None:
                 self._on_alarm(exchange.alarm)
@@ -366,11 +365,13 @@ class NodeRun:
         """End this node's attempt too: another node's has failed, or was interrupted."""
         node = alarm["node"]
         cause = alarm["cause"]
-        if cause != INTERRUPTED:
+        if cause not in (INTERRUPTED, STOPPED):
             self._trouble = self._trouble or f"node {node}: {cause}"
-        elif node != self.setup.node and self._trouble != INTERRUPTED:
-            self._trouble = INTERRUPTED
-            self.print(f"Node {node} was interrupted")
+        elif node != self.setup.node and self._trouble != cause:
+            self._trouble = cause
+            self.print(f"Node {node} was {cause}")
+            if cause == STOPPED:
+                raise StoppedBySignalError(f"node {node}")
             raise KeyboardInterrupt
 
     def _on_event(self) -> None:
@@ -388,19 +389,41 @@ class NodeRun:
 
     def _on_signals(self) -> None:
         for signal_number in self._signals.take():
-            if self.setup.topology.nnodes == 1 and self._all_succeeded():
-                # There is nothing left to interrupt.
-                continue
-            if self._stop_signal:
-                if signal_number == signal.SIGINT:
-                    raise KeyboardInterrupt
-                # Schedulers send theirs more than once.
-                continue
-            if not self._running or not self._request_stop(signal_number):
+            self._on_signal(signal_number)
+
+    def _on_signal(self, signal_number: int) -> None:
+        """Have all ranks stop together, or end the run if nothing would be saved."""
+        if self.setup.topology.nnodes == 1 and self._all_succeeded():
+            # There is nothing left to interrupt.
+            return
+        is_interrupt = signal_number == signal.SIGINT
+        if self._stop_signal:
+            # Schedulers send theirs more than once.
+            if is_interrupt:
                 raise KeyboardInterrupt
-            self._stop_signal = signal_number
-            name = shown_signal(signal_number)
-            self.print(f"{name}: saving after a coming step, then stopping. Ctrl-C again ends at once.")
+            return
+        if not self._running or not self._request_stop(signal_number):
+            raise self._end_by(signal_number)
+        self._stop_signal = signal_number
+        self.print(f"{stopping_line(signal_number)} Ctrl-C again ends at once.")
+
+    def _look_at_received_signals(self) -> None:
+        """Stop if a rank has received a signal. Ctrl-C sends one to every process, which counts as one."""
+        monitor = self._monitor
+        signal_number = monitor.received_signal()
+        if not signal_number or self._stop_signal or monitor.stop_signal:
+            return
+        if not monitor.is_stoppable():
+            raise self._end_by(signal_number)
+        # With an exchange, all nodes are told by its next step.
+        if self._exchange is None:
+            monitor.set_stop_signal(signal_number)
+
+    def _end_by(self, signal_number: int) -> KeyboardInterrupt:
+        """Return what ends the run at once."""
+        if self.setup.is_resumable and signal_number != signal.SIGINT:
+            return StoppedBySignalError(shown_signal(signal_number))
+        return KeyboardInterrupt()
 
     def _request_stop(self, signal_number: int) -> bool:
         """Ask all ranks to stop together; return False if that would save nothing."""

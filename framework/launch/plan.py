@@ -37,6 +37,8 @@ class NodeSetup:
     # Host and port of the store on node 0; None on one node.
     endpoint: tuple[str, int] | None = None
     max_restarts: int = 0
+    # Ending it at any moment loses nothing that was saved: resuming does what is left.
+    is_resumable: bool = False
     # The arguments of the command. They must be the same on every node.
     arguments: tuple[str, ...] = ()
     # Set in rank 0 of ranks that something else has started.
@@ -66,6 +68,7 @@ class LaunchPlan(NodeSetup):
             run_dir=str(self.run_dir.path),
             topology=self.topology,
             limits=self.limits,
+            is_resumable=self.is_resumable,
             config=read_text(self.run_dir.config_file),
             overrides=read_text(self.run_dir.overrides_file),
             secrets=secrets,
@@ -78,8 +81,12 @@ class Outcome:
 
     status: int
     failure: FailureReport | None = None
+    # What the rank raised, if it ran in this process.
+    error: Exception | None = None
     # Ranks that others waited for and that caught up.
     late: tuple[Mapping[str, Any], ...] = ()
+    # It was ended on request before its first step.
+    stopped_early: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,28 @@ monitor writes it there, or the rank's own handler if no launcher monitors the r
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from types import FrameType
-from typing import Any, final
+from typing import TypeVar, final
 
 from framework.distributed.store import RunStore
+from framework.errors import EXIT_STOPPED
+from framework.launch.error_record import of_peers
 from framework.launch.plan import MonitorLink
-from framework.system.signals import STOP_SIGNALS
+from framework.monitoring.rank_status import RankStatus
+from framework.system.signals import SCHEDULER_SIGNALS, STOP_SIGNALS, handling_signals, shown_signal
+
+T = TypeVar("T")
 
 # Steps until all ranks stop, if gradients are exchanged in every step or one step late. See `StopRequest`.
 STEPS_TO_STOP = 2
 
-Handler = Callable[[int, FrameType | None], None]
+# In the final test, for the batch that a rank is at when it is asked to stop.
+_LEAVE_TEST_S = 10.0
+_LOOK_EVERY_S = 0.5
 
 
 @final
@@ -54,6 +61,11 @@ class StopRequest:
         return self._rank_status.stop_signal != 0
 
     @property
+    def is_alone(self) -> bool:
+        """True if there is no other rank."""
+        return self._world_size == 1
+
+    @property
     def signal_name(self) -> str:
         """The signal that requested it: `SIGTERM`, or `Ctrl-C`."""
         return shown_signal(self._rank_status.stop_signal)
@@ -82,6 +94,10 @@ class StopRequest:
         return step == self._stop_step
 
 
+class TestStoppedError(Exception):
+    """The final test was stopped on request. Everything else is saved, and resuming runs the test."""
+
+
 @contextmanager
 def stoppable(link: MonitorLink) -> Iterator[None]:
     """Let this rank be asked to stop, by its launcher or by a signal, while the block runs.
@@ -91,19 +107,11 @@ def stoppable(link: MonitorLink) -> Iterator[None]:
     and none are installed outside of the main thread.
     """
     rank_status = link.rank_status
-    is_watched = link.is_watched
-    numbers = [number for number in STOP_SIGNALS if is_watched or number != signal.SIGINT]
-
-    def request(number: int, _frame: FrameType | None) -> None:
-        if is_watched:
-            rank_status.request_stop(number)
-        elif not rank_status.stop_signal:
-            rank_status.set_stop_signal(number)
-            text = f"{shown_signal(number)}: saving after this step, then stopping. Ctrl-C ends at once.\n"
-            # A handler must not print: it may have interrupted a print.
-            os.write(2, text.encode())
-
-    with _handled(numbers, request):
+    if link.is_watched:
+        handlers = passing_on_signals(rank_status)
+    else:
+        handlers = handling_signals(SCHEDULER_SIGNALS, partial(_note_request, rank_status))
+    with handlers:
         rank_status.set_stoppable(True)
         try:
             yield
@@ -111,47 +119,63 @@ def stoppable(link: MonitorLink) -> Iterator[None]:
             rank_status.set_stoppable(False)
 
 
+def passing_on_signals(rank_status: RankStatus) -> AbstractContextManager[None]:
+    """Return a context in which this rank's monitor is told of stop signals, and decides for all ranks."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        rank_status.request_stop(number)
+
+    return handling_signals(STOP_SIGNALS, pass_on)
+
+
+def _note_request(rank_status: RankStatus, number: int, _frame: FrameType | None) -> None:
+    if not rank_status.stop_signal:
+        rank_status.set_stop_signal(number)
+        # A handler must not print: it may have interrupted a print. The terminal may be gone.
+        with suppress(OSError):
+            os.write(2, f"{stopping_line(number)} Ctrl-C ends at once.\n".encode())
+
+
+def stopping_line(signal_number: int) -> str:
+    """Return what is printed of a request to stop."""
+    return f"{shown_signal(signal_number)}: stopping as soon as all is saved."
+
+
 @contextmanager
-def interrupting() -> Iterator[None]:
-    """While this is entered, the stop signals end this process as Ctrl-C does, instead of killing it."""
+def stoppable_test(request: StopRequest, *, link: MonitorLink) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
+    """Yield a function that returns the batches of a test, and raises TestStoppedError once a stop is requested.
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    Ranks have different numbers of batches, and may exchange data in a forward, so they leave without an agreement. One
+    that waits for another which has left is ended `_LEAVE_TEST_S` later, since its devices may wait for ever.
+    """
+    ended = threading.Event()
 
-    with _handled([number for number in STOP_SIGNALS if number != signal.SIGINT], interrupt):
-        yield
+    def until_stopped(batches: Iterable[T]) -> Iterator[T]:
+        for batch in batches:
+            if request.pending:
+                raise TestStoppedError
+            yield batch
 
+    def end_if_waiting() -> None:
+        while not request.pending:
+            if ended.wait(_LOOK_EVERY_S):
+                return
+        if not ended.wait(_LEAVE_TEST_S):
+            link.rank_status.mark_done()
+            os._exit(EXIT_STOPPED)
 
-def shown_signal(signal_number: int) -> str:
-    """Return the name of a signal for messages."""
-    return "Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name
-
-
-@contextmanager
-def _handled(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Have `handler` called on these signals, except those that are ignored or that C code handles."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
+    if request.is_alone:
+        yield until_stopped
         return
-    pid = os.getpid()
-    before: dict[signal.Signals, Any] = {}
-    for number in numbers:
-        old_handler = signal.getsignal(number)
-        if old_handler not in (None, signal.SIG_IGN):
-            before[number] = old_handler
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == pid:
-            handler(number, frame)
-            return
-        # In a process that was forked meanwhile, the signal has its earlier effect.
-        signal.signal(number, before[signal.Signals(number)])
-        os.kill(os.getpid(), number)
-
+    thread = threading.Thread(target=end_if_waiting, name="stoppable test", daemon=True)
+    thread.start()
     try:
-        for number in before:
-            signal.signal(number, handle)
-        yield
+        yield until_stopped
+    except Exception as error:
+        if request.pending and of_peers(error):
+            # The other rank has left the test.
+            raise TestStoppedError from error
+        raise
     finally:
-        for number, old_handler in before.items():
-            signal.signal(number, old_handler)
+        ended.set()
+        thread.join()

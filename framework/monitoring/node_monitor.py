@@ -132,8 +132,13 @@ class NodeMonitor:
         return [self._state(rank) for rank in self._ranks.values()]
 
     def is_stoppable(self) -> bool:
-        """Return True if every rank here would stop at the end of a step."""
-        return bool(self._ranks) and all(rank.status.read().is_stoppable for rank in self._ranks.values())
+        """Return True if every rank here would stop at the end of a step, or is done."""
+        pages = [rank.status.read() for rank in self._ranks.values()]
+        return bool(pages) and all(page.is_stoppable or page.is_done for page in pages)
+
+    def is_stoppable_anywhere(self) -> bool:
+        """Return True if a rank here would stop at the end of a step; then the others will, too."""
+        return any(rank.status.read().is_stoppable for rank in self._ranks.values())
 
     def received_signal(self) -> int:
         """Return the signal by which a rank here was asked to stop, 0 for none."""

@@ -8,12 +8,20 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import final
+from types import FrameType
+from typing import Any, final
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Those that ask a run to stop."""
+from framework.errors import StoppedBySignalError
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Those that ask a run to stop: Ctrl-C, a closed terminal's, and schedulers'. submitit has SLURM send SIGUSR2."""
+
+SCHEDULER_SIGNALS = STOP_SIGNALS[1:]
+"""Those that may come from something else than the user's keyboard."""
+
+Handler = Callable[[int, FrameType | None], None]
 
 
 @final
@@ -68,6 +76,55 @@ def catching_signals(
             signal.set_wakeup_fd(earlier_wakeup_fd)
         ours.close()
         theirs.close()
+
+
+@contextmanager
+def handling_signals(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[None]:
+    """Have `handler` called on these signals, except those that are ignored or that C code handles.
+
+    The main thread's alone; in another thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pid = os.getpid()
+    before: dict[signal.Signals, Any] = {}
+    for number in numbers:
+        old_handler = signal.getsignal(number)
+        if old_handler not in (None, signal.SIG_IGN):
+            before[number] = old_handler
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == pid:
+            handler(number, frame)
+            return
+        # In a process that was forked meanwhile, the signal has its earlier effect.
+        signal.signal(number, before[signal.Signals(number)])
+        os.kill(os.getpid(), number)
+
+    try:
+        for number in before:
+            signal.signal(number, handle)
+        yield
+    finally:
+        for number, old_handler in before.items():
+            signal.signal(number, old_handler)
+
+
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """While this is entered, `SCHEDULER_SIGNALS` raise StoppedBySignalError instead of killing this process."""
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        raise StoppedBySignalError(shown_signal(number))
+
+    with handling_signals(SCHEDULER_SIGNALS, interrupt):
+        yield
+
+
+def shown_signal(signal_number: int) -> str:
+    """Return the name of a signal for messages: `SIGTERM`, or `Ctrl-C`."""
+    return "Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name
 
 
 def _do_nothing(*_: object) -> None:

@@ -26,6 +26,8 @@ class StopControl:
         self.own_reason: str | None = None
         # What requested it, such as "SIGTERM".
         self.stopped_by: str | None = None
+        # Training had ended by then, and the test had not.
+        self.stopped_test = False
         self._context = context
         self.request = StopRequest(link, world_size=context.world_size)
 
@@ -36,8 +38,8 @@ class StopControl:
 
     @property
     def on_request(self) -> bool:
-        """True if training was stopped on request before its own end, so it can be resumed."""
-        return self.stopped_by is not None and self.reason is None
+        """True if the run was stopped on request before its own end, so it can be resumed."""
+        return self.stopped_test or (self.stopped_by is not None and self.reason is None)
 
     def handle(self, answer: Stop | None) -> None:
         """Note what a callback returned. Raises TargetError unless that is None or a Stop."""
@@ -67,6 +69,11 @@ class StopControl:
         """Stop if all ranks do so after this step. Wait for this rank's devices first. See `StopRequest.due`."""
         if self.request.due(step, steps_ahead=steps_ahead):
             self.stopped_by = self.request.signal_name
+
+    def note_stopped_test(self) -> None:
+        """Note that the final test was left on request."""
+        self.stopped_test = True
+        self.stopped_by = self.request.signal_name
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what checkpoints keep: `reason`, and each rank's own as `wishes`."""

@@ -23,7 +23,7 @@ def the_run(folder: Path) -> Path:
 def test_an_in_process_run_stops_and_resumes_exactly(train, tmp_path, shared_run):
     with paused_training(tmp_path, "launcher=in_process") as started:
         started.process.send_signal(signal.SIGTERM)
-        started.wait_for_output("SIGTERM: saving after this step, then stopping.", timeout=60)
+        started.wait_for_output("SIGTERM: stopping as soon as all is saved.", timeout=60)
         continue_training(tmp_path)
         assert started.wait(timeout=60) == EXIT_STOPPED, started.printed()
         assert "python -m framework resume=outputs/toy/" in started.stdout()
@@ -52,9 +52,9 @@ def test_a_stopped_job_ends_its_sweep(tmp_path):
     )
     stopper = ("+callbacks.stop._target_=stop.Stopper", "+callbacks.stop.at=200,20,200")
     result = run_framework("-m", *OVERRIDES, "launcher=in_process", *stopper, cwd=tmp_path)
-    assert result.returncode == 130
+    assert result.returncode == EXIT_STOPPED
     lines = result.stdout.splitlines()
-    assert "Interrupted in job 1; 1 more were not started." in lines
+    assert "Stopped in job 1; 1 more were not started." in lines
     (stopped,) = [line for line in lines if line.startswith("1  ")]
     assert stopped.split()[2] == "stopped"
     (line,) = [line for line in lines if line.startswith("[1]")]

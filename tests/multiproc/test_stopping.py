@@ -32,7 +32,7 @@ def _unhandled(number: int, _frame: FrameType | None) -> None:
 
 @pytest.fixture(autouse=True)
 def _guarded(own_state: None) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, _unhandled)
 
 
@@ -78,7 +78,7 @@ def send(number: signal.Signals, *, everyone: bool, rank_pid: int) -> None:
                 (signal.SIGTERM, 1, False, "data.num_workers=0"),
                 (signal.SIGINT, 4, True, "data.num_workers=1"),
                 (signal.SIGINT, 2, False, "launcher=elastic"),
-                (signal.SIGUSR1, 2, True, "data.num_workers=2"),
+                (signal.SIGUSR2, 2, True, "data.num_workers=2"),
             ]
         ),
     ],
@@ -100,7 +100,7 @@ def test_all_ranks_stop_together_and_resume_exactly(
     def stop() -> None:
         try:
             send(number, everyone=everyone, rank_pid=paused_pids(tmp_path, procs)[0])
-            wait_until(lambda: f"{name}: saving after a coming step" in terminal.getvalue())
+            wait_until(lambda: f"{name}: stopping as soon as all is saved" in terminal.getvalue())
         finally:
             continue_training(tmp_path)
 
@@ -164,7 +164,7 @@ def test_a_rank_in_process_handles_signals_itself(
         assert results.run_file(run_dir)["status"] == "interrupted"
         assert not results.saved_steps(run_dir)
         return
-    assert printed.err.count(f"{number.name}: saving after this step, then stopping. Ctrl-C ends at once.") == 1
+    assert printed.err.count(f"{number.name}: stopping as soon as all is saved. Ctrl-C ends at once.") == 1
     assert_stopped(run_dir, number.name, step=21)
     train(f"resume={run_dir}", "launcher=in_process")
     results.assert_same(results.weights(run_dir), results.weights(whole_run))
@@ -218,15 +218,16 @@ def slow(**keywords):
 
 
 @pytest.mark.parametrize(
-    ("number", "everyone", "override"),
+    ("number", "everyone", "override", "status"),
     [
-        (signal.SIGINT, True, "checkpoint.enabled=false"),
-        (signal.SIGTERM, False, "data.datasets._target_=slow.slow"),
+        (signal.SIGTERM, True, "checkpoint.enabled=false", EXIT_INTERRUPTED),
+        (signal.SIGUSR2, False, "data.datasets._target_=slow.slow", EXIT_STOPPED),
         *(
-            pytest.param(number, everyone, override, marks=exhaustive)
-            for number, everyone, override in [
-                (signal.SIGINT, True, "data.datasets._target_=slow.slow"),
-                (signal.SIGUSR1, False, "data.datasets._target_=slow.slow"),
+            pytest.param(number, everyone, override, status, marks=exhaustive)
+            for number, everyone, override, status in [
+                (signal.SIGINT, True, "checkpoint.enabled=false", EXIT_INTERRUPTED),
+                (signal.SIGINT, True, "data.datasets._target_=slow.slow", EXIT_INTERRUPTED),
+                (signal.SIGHUP, True, "data.datasets._target_=slow.slow", EXIT_STOPPED),
             ]
         ),
     ],
@@ -238,8 +239,9 @@ def test_without_saving_the_first_signal_ends_the_run(
     number: signal.Signals,
     everyone: bool,
     override: str,
+    status: int,
 ) -> None:
-    """Checkpoints are off, or training hasn't begun."""
+    """Checkpoints are off, or training hasn't begun, so a scheduler loses nothing by starting the run again."""
     write_pause(tmp_path)
     (tmp_path / "slow.py").write_text(SLOW)
 
@@ -247,6 +249,68 @@ def test_without_saving_the_first_signal_ends_the_run(
         send(number, everyone=everyone, rank_pid=paused_pids(tmp_path, 2)[0])
 
     with while_paused(end), redirect_stderr(terminal):
-        run_dir = train(*training(2, override), status=EXIT_INTERRUPTED)
+        run_dir = train(*training(2, override), status=status)
     assert "Traceback" not in terminal.getvalue()
-    assert results.run_file(run_dir)["status"] == "interrupted"
+    assert results.run_file(run_dir)["status"] == ("stopped" if status == EXIT_STOPPED else "interrupted")
+    assert (f"Stopped by {number.name} before the first step" in terminal.getvalue()) == (status == EXIT_STOPPED)
+
+
+TESTED = """
+import os, time
+from pathlib import Path
+from framework.tasks import Supervised
+
+class Paused(Supervised):
+    # Waits in the first batch of the test until there is a file `go`.
+    has_trained = False
+    def on_fit_end(self):
+        self.has_trained = True
+    def validation_step(self, model, batch):
+        if self.has_trained and not Path("go").exists():
+            file = Path(f"paused_{os.environ.get('RANK', '0')}")
+            file.with_suffix(".tmp").write_text(str(os.getpid()))
+            file.with_suffix(".tmp").rename(file)
+            while not Path("go").exists():
+                time.sleep(0.01)
+        return super().validation_step(model, batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "procs", "override"),
+    [
+        (signal.SIGUSR1, 2, "launcher=local"),
+        *(
+            pytest.param(*values, marks=exhaustive)
+            for values in [
+                (signal.SIGINT, 1, "launcher=local"),
+                (signal.SIGTERM, 1, "launcher=in_process"),
+                (signal.SIGUSR2, 2, "strategy=fsdp"),
+            ]
+        ),
+    ],
+)
+def test_a_stopped_final_test_is_run_by_resuming(
+    train: Callable[..., Path], tmp_path: Path, number: signal.Signals, procs: int, override: str
+) -> None:
+    """Of two ranks, the one with the second half of the samples has more batches to do when it is asked to stop."""
+    (tmp_path / "tested.py").write_text(TESTED)
+    task = ("task._target_=tested.Paused", "trainer.limit_test_batches=null", "data.eval_batch_size=10")
+
+    def stop() -> None:
+        try:
+            paused_pids(tmp_path, procs)
+            os.kill(os.getpid(), number)
+        finally:
+            continue_training(tmp_path)
+
+    with while_paused(stop):
+        run_dir = train(*OVERRIDES, *task, f"topology.procs_per_node={procs}", override, status=EXIT_STOPPED)
+    record = results.run_file(run_dir)
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert record["results"]["ended_by"] == f"stopped on request ({name}) during the test"
+    assert (record["status"], record["results"]["test"]) == ("stopped", None)
+    assert not (run_dir / "failure.json").exists()
+    train(f"resume={run_dir}")
+    assert results.run_file(run_dir)["status"] == "finished"
+    assert list(results.curve(run_dir, "test/loss")) == [results.pointed(run_dir, "last")]
