@@ -164,7 +164,7 @@ def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
         if run_dir is None:
             choice = f"no unfinished run in {display_path(folder)}; a new one begins"
         else:
-            status = run_dir.read_run()["status"]
+            status = run_dir.read_run().get("status")
             how = "crashed or still running" if status == "running" else status
             choice = f"{display_path(run_dir.path)} ({how})"
         print(shown(f"resume=auto: {choice}"), file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ recipe that have changed since don't affect it.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +17,13 @@ from typing import Any
 
 import yaml
 
-from framework.config.jobs import JOBS
 from framework.config.parse import flatten, show
 from framework.config.renamed import without_removed
 from framework.config.secrets import Secrets, restored_config
 from framework.config.suggest import nearest
 from framework.errors import ConfigError
 from framework.system.files import FileFacts, check_nesting, read_bytes, read_text
-from framework.system.run_dir import RunDir, write_atomically
+from framework.system.run_dir import RunDir, read_object, write_atomically
 
 # PyYAML's loader in C, if there is one: it saves 40 ms of each rank's start.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -399,7 +399,9 @@ def objects_of(run_dir: RunDir, raw: Mapping[str, Any]) -> list[str]:
 
 def is_run(place: Path) -> bool:
     """Return True if `place` is a run directory. Other folders may have a config.yaml, but not both files."""
-    return RunDir(place).config_file.is_file() and RunDir(place).overrides_file.is_file()
+    run_dir = RunDir(place)
+    # Unlike `Path.is_file`, these raise nothing for a folder that can't be read.
+    return os.path.isfile(run_dir.config_file) and os.path.isfile(run_dir.overrides_file)  # noqa: PTH113
 
 
 def _is_unfinished(run_dir: RunDir) -> bool:
@@ -435,12 +437,13 @@ def _hint(wrong: Path, *, key: str) -> str:
 
 
 def _training_runs(folder: Path) -> list[Path]:
-    """Return the training runs in a folder and in its folders. Those of other jobs lie in folders named after these."""
+    """Return the training runs in a folder and in its folders."""
     runs = []
     for pattern in ("*/overrides.yaml", "*/*/overrides.yaml"):
         for file in folder.glob(pattern):
-            name = file.parent.parent.name
-            if name not in JOBS and "." not in name:
+            record = read_object(RunDir(file.parent).run_file) or {}
+            # A record of an earlier version has no job.
+            if record.get("job", "train") == "train":
                 runs.append(file.parent)
     return runs
 

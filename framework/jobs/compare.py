@@ -40,7 +40,7 @@ class Compare(Job):
         """Print what differs. Raises ConfigError for a path that is no run, or fewer than two runs."""
         settings = request.config.runs
         paths = settings.paths or ()
-        records = named_runs(paths)
+        records = named_runs(paths).records
         if len(records) < 2:
             raise ConfigError(f"job=compare needs two or more runs, and {','.join(paths)} is one. Use runs=[RUN,RUN].")
 

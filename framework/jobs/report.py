@@ -24,7 +24,7 @@ class Report(Job):
     def run(self, request: Request) -> JobResult:
         """Write the page. Raises ConfigError for a path that is no run, or an output that can't be written."""
         output = checked_output(request.config.report.output, key=_KEY, suffixes=(".html",))
-        records = named_runs(request.config.runs.paths or ())
+        records = named_runs(request.config.runs.paths or ()).records
         with atomic_output(output, key=_KEY) as path:
             path.write_text(make_page(records), encoding="utf-8")
 

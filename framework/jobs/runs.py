@@ -42,17 +42,17 @@ class Runs(Job):
         settings = request.config.runs
         if settings.paths is None:
             folder = Path(request.config.path.outputs).absolute()
-            records = find_runs(folder)
+            found = find_runs(folder)
             where = display_path(folder)
         else:
-            records = named_runs(settings.paths)
+            found = named_runs(settings.paths)
             where = ", ".join(settings.paths)
 
-        listed = ordered(matching(records, settings.filter), settings.sort)
+        listed = ordered(matching(found.records, settings.filter), settings.sort)
         if settings.format == "json":
             answer(json_text([plain(record) for record in listed]))
         elif settings.format == "csv":
             answer(csv_text(listed))
         else:
-            answer(shown(list_text(listed, num_found=len(records), where=where)))
+            answer(shown(list_text(listed, num_found=len(found.records), num_damaged=found.num_damaged, where=where)))
         return JobResult(0)

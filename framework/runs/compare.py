@@ -38,8 +38,8 @@ def compare(records: Sequence[RunRecord]) -> dict[str, Section]:
 def compare_origins(facts: Sequence[Mapping[str, Any]]) -> dict[str, Section]:
     """Return the sections code, versions and machine, from the content of each `run.json`."""
     git_states = [run.get("git") or {} for run in facts]
-    versions = [run.get("versions", {}) for run in facts]
-    machines = [run.get("hardware", {}) | run.get("topology", {}) for run in facts]
+    versions = [run.get("versions") or {} for run in facts]
+    machines = [(run.get("hardware") or {}) | (run.get("topology") or {}) for run in facts]
     return {
         "code": _code(git_states),
         "versions": _differing(versions),

@@ -3,68 +3,109 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from framework.config.saved import is_run
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
-from framework.runs.record import RunRecord, read_run
+from framework.runs.record import DamagedRunError, RunRecord, read_run
 from framework.system.formatting import display_path
+from framework.system.shown_text import shown
 
 
-def find_runs(folder: Path) -> list[RunRecord]:
-    """Return the trainings below `folder`, of recipes and of sweeps; not those that job=parity made for itself."""
-    records = []
+class FoundRuns(NamedTuple):
+    """Runs that can be read, and how many others there are."""
+
+    records: list[RunRecord]
+    num_damaged: int = 0
+
+
+def find_runs(folder: Path) -> FoundRuns:
+    """Return the trainings below `folder`, of recipes and of sweeps; not those that job=parity made for itself.
+
+    A line on stderr names each run, and each folder, that can't be read.
+    """
+    records: list[RunRecord] = []
+    num_damaged = 0
     folders = [folder]
     # Symlinks may lead to the same folder again.
-    seen = {folder.resolve()}
+    seen = {_real(folder)}
     while folders:
         for place in _folders_in(folders.pop()):
-            real_place = place.resolve()
+            real_place = _real(place)
             if real_place in seen:
                 continue
             seen.add(real_place)
-            record = read_run(place)
+            try:
+                record = read_run(place)
+            except DamagedRunError as error:
+                _print_left_out(str(error))
+                num_damaged += 1
+                continue
             if record is None:
                 folders.append(place)
-            elif record.facts["job"] == "train":
+            elif record.facts["job"] == "train" and not _is_of_parity(place):
                 records.append(record)
-    return records
+    return FoundRuns(records, num_damaged)
 
 
 def _folders_in(folder: Path) -> list[Path]:
     """Return the folders in `folder` that may be runs or hold some, symlinks last."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # noqa: PTH112  # it raises nothing
         return []
-    places = [place for place in folder.iterdir() if not place.name.startswith(".") and place.name != "parity"]
+    try:
+        places = [place for place in folder.iterdir() if not place.name.startswith(".")]
+    except OSError as error:
+        _print_left_out(f"{display_path(folder)} can't be read: {error.strerror or error}.")
+        return []
     places.sort(key=lambda place: (place.is_symlink(), place))
-    return [place for place in places if place.is_dir()]
+    return [place for place in places if os.path.isdir(place)]  # noqa: PTH112
 
 
-def named_runs(paths: Sequence[str]) -> list[RunRecord]:
-    """Return the runs in `paths`: run directories, and folders of them.
+def _is_of_parity(place: Path) -> bool:
+    """Return True for one of the trainings that job=parity compares: RECIPE/parity/DATE/processes/2."""
+    is_side = place.parent.name in ("processes", "moved")
+    return is_side and place.parents[2].name == "parity"
 
-    Raises ConfigError for a path that is neither a run nor a folder with runs.
+
+def _print_left_out(line: str) -> None:
+    print(shown(line), file=sys.stderr, flush=True)
+
+
+def _real(place: Path) -> str:
+    """Return the path without symlinks. Unlike `Path.resolve`, it raises nothing for a loop of them."""
+    return os.path.realpath(place)
+
+
+def named_runs(paths: Sequence[str]) -> FoundRuns:
+    """Return the runs in `paths`, each once: run directories, and folders of them.
+
+    Raises ConfigError for a path that is neither a run nor a folder with runs, and for a damaged run.
     """
-    records: list[RunRecord] = []
+    records: dict[str, RunRecord] = {}
+    num_damaged = 0
     for text in paths:
         path = Path(text).expanduser().absolute()
-        record = read_run(path)
+        try:
+            record = read_run(path)
+        except DamagedRunError as error:
+            raise ConfigError(f"runs={text}: {error}\nRestore its files from a copy, or leave it out.") from error
         if record is not None:
-            records.append(record)
+            records.setdefault(_real(path), record)
             continue
-        if os.path.lexists(path / "run.json") and is_run(path):
-            raise ConfigError(f"runs={text}: the record of this run is damaged. Restore its run.json from a copy.")
 
-        below = find_runs(path)
-        if not below:
+        found = find_runs(path)
+        if not found.records:
             hint = ""
             if not path.is_dir():
                 hint = _nearest_folder(path)
             raise ConfigError(f"runs={text}: neither a run directory nor a folder with runs.{hint}")
-        records += below
-    return records
+        for record in found.records:
+            records.setdefault(_real(record.run_dir.path), record)
+        num_damaged += found.num_damaged
+    return FoundRuns(list(records.values()), num_damaged)
 
 
 def _nearest_folder(path: Path) -> str:

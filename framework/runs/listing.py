@@ -177,23 +177,27 @@ def csv_cell(value: Any) -> Any:
     return value
 
 
-def list_text(records: Sequence[RunRecord], *, num_found: int, where: str) -> str:
+def list_text(records: Sequence[RunRecord], *, num_found: int, num_damaged: int, where: str) -> str:
     """Return the table of the runs, and their number by status.
 
     Args:
-        num_found: The number of runs before `runs.filter`.
+        num_found: Before `runs.filter`.
+        num_damaged: Further runs, which can't be read.
     """
+    damaged = ""
+    if num_damaged:
+        damaged = f", and {format_count(num_damaged, 'damaged run')}"
     if not num_found:
-        return f"No runs in {where}"
+        return f"No runs in {where}{damaged}"
     if not records:
-        return f"None of the {format_count(num_found, 'run')} in {where} meets runs.filter"
+        return f"None of the {format_count(num_found, 'run')} in {where} meets runs.filter{damaged}"
 
     statuses = Counter(record.status for record in records).most_common()
     counts = ", ".join(f"{count:,} {printable(status)}" for status, count in statuses)
     total = format_count(num_found, "run")
     if len(records) < num_found:
         total = f"{len(records):,} of {total}"
-    return "\n".join([*table_lines(records, width=terminal_width()), "", f"{total} in {where}: {counts}"])
+    return "\n".join([*table_lines(records, width=terminal_width()), "", f"{total} in {where}: {counts}{damaged}"])
 
 
 def table_lines(records: Sequence[RunRecord], *, width: int) -> list[str]:

@@ -15,20 +15,19 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from framework.config.saved import is_run, key_of, load_run, save_config, search_path_override
 from framework.config.secrets import Secrets, masked_arguments, masked_override
 from framework.config.topology import Topology
-from framework.errors import RequestError, RunError
-from framework.system.files import FileFacts
+from framework.errors import ConfigError, RequestError, RunError
+from framework.system.files import FileFacts, content_damage, open_regular
 from framework.system.formatting import display_path
 from framework.system.hardware import cpu_count, visible_gpus
-from framework.system.json_lines import metrics_fault, read_lines
+from framework.system.json_lines import is_finite_number, metrics_fault, read_lines
 from framework.system.run_dir import RunDir, is_locked
-from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
 
 MISSING: Any = object()
@@ -146,7 +145,7 @@ def _earlier_starts(before: Mapping[str, Any], secrets: Secrets) -> list[dict[st
     latest = {key: before.get(key) for key in ("status", "started", "ended", "command")}
     # Earlier versions recorded it as it was typed.
     latest["command"] = secrets.masked_text(str(before.get("command", "")))
-    return [*before.get("earlier", []), latest]
+    return [*(before.get("earlier") or []), latest]
 
 
 def _saved_overrides(start: RunStart) -> list[str]:
@@ -211,6 +210,35 @@ def _git(*arguments: str) -> str:
 
 # Reading
 
+# The types of what `run.json` has.
+_FACTS: Mapping[str, type] = {
+    "status": str,
+    "started": str,
+    "ended": str,
+    "recipe": str,
+    "job": str,
+    "monitor": str,
+    "mode": str,
+    "command": str,
+    "rerun_of": str,
+    "overrides": list,
+    "earlier": list,
+    "restarts": list,
+    "git": dict,
+    "versions": dict,
+    "hardware": dict,
+    "topology": dict,
+    "results": dict,
+}
+_REQUIRED = ("status", "started", "recipe", "job", "overrides")
+_GIT: Mapping[str, type] = {"revision": str, "diff": str}
+# What reading a record raises if somebody else has written it.
+_WRONG_CONTENT = (RequestError, OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError)
+
+
+class DamagedRunError(ConfigError):
+    """The records of a run can't be read, or aren't what a run records."""
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -267,7 +295,7 @@ class RunRecord:
     def seconds(self) -> float | None:
         """Return how long it ran, over all its starts whose end is recorded; None if there are none."""
         durations = []
-        for start in (*self.facts.get("earlier", []), self.facts):
+        for start in (*(self.facts.get("earlier") or []), self.facts):
             if start.get("ended"):
                 durations.append(_seconds_between(start["started"], start["ended"]))
         if self.status == "running":
@@ -366,49 +394,84 @@ class _Validated:
 def read_run(place: Path) -> RunRecord | None:
     """Return the record of a run directory; None if it isn't one, or its run has only just begun.
 
-    None as well, after a line on stderr, if what is recorded of the run is damaged.
+    Raises DamagedRunError if what is recorded of the run can't be read, or isn't what a run records.
     """
     run_dir = RunDir(place)
-    if not is_run(place) or not os.path.lexists(run_dir.run_file):
+    has_record = os.path.lexists(run_dir.run_file)
+    if not is_run(place):
+        if has_record:
+            raise DamagedRunError(f"{display_path(place)} is damaged: it lacks config.yaml or overrides.yaml.")
         return None
+    if not has_record:
+        if is_locked(run_dir):
+            return None
+        raise DamagedRunError(f"{display_path(place)} is damaged: it lacks run.json.")
     try:
         facts = run_dir.read_run()
         if "job" not in facts:
             facts = {**facts, **described(*load_run(run_dir))}
         _check_facts(facts)
-    except (RequestError, KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = error if isinstance(error, RequestError) else f"{run_dir.run_file} is damaged ({error!r})"
-        print(shown(f"{display_path(place)} is left out: {reason}"), file=sys.stderr, flush=True)
-        return None
-    return RunRecord(run_dir, facts)
+        _check_config(run_dir)
+        record = RunRecord(run_dir, facts)
+        # Their texts may be no times, or times that can't be subtracted.
+        _ = (record.started, record.seconds)
+    except _WRONG_CONTENT as error:
+        reason = error if isinstance(error, RequestError) else f"{run_dir.run_file.name} has {error}"
+        raise DamagedRunError(f"{display_path(place)} is damaged: {reason}") from error
+    return record
 
 
 def _check_facts(facts: Mapping[str, Any]) -> None:
-    """Raise an exception of some class if anything that a `RunRecord` uses has the wrong type."""
-    for start in (facts, *facts.get("earlier", [])):
-        for key in ("started", "ended"):
-            if start.get(key) is not None:
-                datetime.fromisoformat(start[key])
-    for key in ("status", "recipe", "job", "monitor"):
-        if facts.get(key) is not None:
-            _check_text(facts[key])
-    for override in facts.get("overrides", []):
-        _check_text(override)
+    """Raise TypeError or ValueError if anything that lists, comparisons and reports use has the wrong type."""
+    for name, kind in _FACTS.items():
+        is_optional = name not in _REQUIRED
+        _check_kind(facts, name, kind, is_optional=is_optional)
+    for start in facts.get("earlier") or []:
+        for name in ("started", "ended"):
+            _check_kind(start, name, str)
+    for override in facts["overrides"]:
+        if not isinstance(override, str):
+            raise TypeError(f"{override!r} among its overrides, which isn't a text")
+    for name, kind in _GIT.items():
+        _check_kind(facts.get("git") or {}, name, kind)
 
     results = facts.get("results") or {}
+    for name in ("best", "last", "test"):
+        _check_kind(results, name, dict)
     for part in (results, results.get("best"), results.get("last"), results.get("test")):
-        if not part:
-            continue
-        for text in part.get("texts", {}).values():
-            _check_text(text)
-        for value in part.get("metrics", {}).values():
-            if not isinstance(value, (int, float)):
-                raise TypeError(f"{value!r} isn't a number")
+        _check_results(part or {})
 
 
-def _check_text(value: Any) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} isn't a text")
+def _check_results(part: Mapping[str, Any]) -> None:
+    for name in ("metrics", "texts"):
+        _check_kind(part, name, dict)
+    for name, text in (part.get("texts") or {}).items():
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} as the text {name}")
+    for name, value in (part.get("metrics") or {}).items():
+        if not is_finite_number(value) and not isinstance(value, float):
+            raise TypeError(f"a {name} that isn't a number")
+    _check_kind(part, "steps", int)
+
+
+def _check_kind(facts: Any, name: str, kind: type, *, is_optional: bool = True) -> None:
+    """Raise TypeError unless the value of that name is of this kind; or, if it is optional, None or not there."""
+    if not isinstance(facts, Mapping):
+        raise TypeError(f"a {type(facts).__name__} in place of an object with {name}")
+    value = facts.get(name)
+    if value is None and is_optional:
+        return
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__} as {name}, in place of a {kind.__name__}")
+
+
+def _check_config(run_dir: RunDir) -> None:
+    """Raise RequestError if the saved configuration can't be read. It is parsed only if it isn't what the run wrote."""
+    for file in (run_dir.config_file, run_dir.overrides_file):
+        facts = run_dir.recorded_facts(file.name)
+        if facts is None or content_damage(partial(open_regular, file), facts) is not None:
+            load_run(run_dir)
+            return
 
 
 def read_rows(run_dir: RunDir, *, having: str | None = None, warns: bool = False) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ MAX_FILE_BYTES = 2**34
 """16 GiB, larger than any log."""
 
 _MAX_LINE_BYTES = 2**26
+# Larger than any step.
+_MAX_STEP = 2**63
 
 # Where one row ends and the next one begins, if the newline between them was damaged.
 _LOST_NEWLINE = re.compile(rb'(?<=\}).(?=\{"step":)', re.DOTALL)
@@ -90,7 +93,7 @@ def _parsed(number: int, text: bytes, check: Check | None) -> Line:
     fault: str | None = None
     try:
         row = parse_json(text.decode(), allows_nan=False)
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
+        if not isinstance(row, dict) or type(row.get("step")) is not int or abs(row["step"]) > _MAX_STEP:
             raise ValueError("it isn't a row with a step")
         if check is not None:
             fault = check(row)
@@ -109,6 +112,16 @@ def metrics_fault(row: Row) -> str | None:
     if not isinstance(nonfinite, dict):
         return "nonfinite isn't an object"
     for name, value in row.items():
-        if name != "nonfinite" and not (value is None or isinstance(value, (int, float))):
-            return f"{name} isn't a number"
+        if name != "nonfinite" and not (value is None or is_finite_number(value)):
+            return f"{name} isn't a finite number"
     return None
+
+
+def is_finite_number(value: Any) -> bool:
+    """Return True for a number that fits into a float: JSON's integers, and its 1e999, may be larger."""
+    if not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

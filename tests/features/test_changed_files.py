@@ -264,5 +264,5 @@ def test_lists_skip_a_damaged_record_and_say_so(train, run, tmp_path, capfd, mon
     assert compose.main(["job=runs"]) == 0
     printed = capfd.readouterr()
     assert whole.name in printed.out
-    assert "outputs/toy/copy is left out" in printed.err
+    assert "outputs/toy/copy is damaged" in printed.err
     assert compose.main(["job=runs", f"runs={run}"]) == 2

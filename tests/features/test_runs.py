@@ -362,8 +362,15 @@ def test_damaged_lines_of_metrics_are_left_out(tmp_path):
 def test_a_symlinked_run_is_listed_once(tmp_path):
     run_dir = tmp_path / "toy" / "run"
     run_dir.mkdir(parents=True)
-    for name, text in {"run.json": '{"job": "train"}', "config.yaml": "{}", "overrides.yaml": "[]"}.items():
+    record = {
+        "job": "train",
+        "recipe": "toy",
+        "status": "failed",
+        "started": "2026-01-01T00:00:00+00:00",
+        "overrides": [],
+    }
+    for name, text in {"run.json": json.dumps(record), "config.yaml": "{}", "overrides.yaml": "[]"}.items():
         (run_dir / name).write_text(text)
     (tmp_path / "toy" / "latest").symlink_to("run")
     (tmp_path / "toy" / "loop").symlink_to("..")
-    assert [record.run_dir.path for record in find_runs(tmp_path)] == [run_dir]
+    assert [record.run_dir.path for record in find_runs(tmp_path).records] == [run_dir]

@@ -33,7 +33,7 @@ from framework.config.secrets import masked_arguments
 from framework.errors import ConfigError
 from framework.monitoring.report import FailureReport, render
 from framework.runs.compare import Section, cell, compare, metrics
-from framework.runs.record import RunRecord, metric_names, read_rows, read_run
+from framework.runs.record import DamagedRunError, RunRecord, metric_names, read_rows, read_run
 from framework.runs.report import curves
 from framework.runs.report.curves import Chart, Curve, chart, color, thinned
 from framework.system.files import parse_json, read_bytes
@@ -167,13 +167,13 @@ def _run(number: int, record: RunRecord) -> dict[str, Any]:
         facts["last"] = f"{record.monitor} {format_metric(record.last)}"
     results = record.facts.get("results") or {}
     if "steps" in results:
-        facts["steps"] = f"{results['steps']:,} ({results['ended_by']})"
+        facts["steps"] = f"{results['steps'] or 0:,} ({results.get('ended_by')})"
     facts["time"] = format_duration(record.seconds)
     facts["started"] = f"{record.started:%Y-%m-%d %H:%M}"
     facts["typed"] = " ".join(record.overrides)
     facts["rerun of"] = record.facts.get("rerun_of", "")
     if "earlier" in record.facts:
-        facts["resumed"] = format_count(len(record.facts["earlier"]), "time")
+        facts["resumed"] = format_count(len(record.facts["earlier"] or []), "time")
     return {
         **_label(number, record)._asdict(),
         "status": record.status,
@@ -189,21 +189,28 @@ def _run(number: int, record: RunRecord) -> dict[str, Any]:
 def _environment(record: RunRecord) -> dict[str, Any]:
     facts = record.facts
     git = facts.get("git") or {}
-    hardware = facts["hardware"]
-    topology = facts["topology"]
+    # Somebody may have edited any of it.
+    hardware = facts.get("hardware") or {}
+    topology = facts.get("topology") or {}
     return {
-        "command": _command(facts["command"]),
+        "command": _command(facts.get("command") or ""),
         "started": facts["started"],
         "ended": facts.get("ended"),
         "revision": git.get("revision", "not in a git repository"),
-        "host": hardware["host"],
-        "platform": hardware["platform"],
-        "CPU cores": hardware["cpu_cores"],
-        "GPUs": ", ".join(hardware["gpus"]) or "none",
-        "processes": f"{topology['world_size']} on {format_count(topology['nnodes'], 'node')}",
-        "restarts": len(facts.get("restarts", [])),
-        **facts["versions"],
+        "host": hardware.get("host"),
+        "platform": hardware.get("platform"),
+        "CPU cores": hardware.get("cpu_cores"),
+        "GPUs": ", ".join(map(str, hardware.get("gpus") or [])) or "none",
+        "processes": _processes(topology),
+        "restarts": len(facts.get("restarts") or []),
+        **(facts.get("versions") or {}),
     }
+
+
+def _processes(topology: Mapping[str, Any]) -> str:
+    nnodes = topology.get("nnodes")
+    nodes = format_count(nnodes, "node") if isinstance(nnodes, int) else "unknown nodes"
+    return f"{topology.get('world_size')} on {nodes}"
 
 
 def _command(command: str) -> str:
@@ -399,17 +406,27 @@ def _evaluations(records: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
         for place in sorted(record.run_dir.path.glob("eval/*")):
             if not _is_inside(place, record.run_dir):
                 continue
-            evaluation = read_run(place)
+            try:
+                evaluation = read_run(place)
+            except DamagedRunError as error:
+                yield {"number": number, "name": display_path(place), "facts": [("damaged", str(error))], "texts": []}
+                continue
             if evaluation is None:
                 continue
             _check_records(evaluation.run_dir)
             facts = {
-                "checkpoint": display_path(Path(evaluation.config["checkpoint"]["path"])),
+                "checkpoint": _checkpoint_of(evaluation),
                 "status": evaluation.status,
             }
             facts |= {name: format_metric(value) for name, value in evaluation.test_metrics.items()}
             texts = [(name, _blocks(text)) for name, text in evaluation.texts.items()]
             yield {**_label(number, evaluation)._asdict(), "facts": _pairs(facts), "texts": texts}
+
+
+def _checkpoint_of(evaluation: RunRecord) -> str:
+    """Return the checkpoint that was evaluated; empty if the configuration doesn't say so any more."""
+    path = evaluation.value("checkpoint.path")
+    return display_path(Path(path)) if isinstance(path, str) else ""
 
 
 def _blocks(text: str) -> list[_Block]:

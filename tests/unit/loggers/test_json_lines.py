@@ -97,7 +97,7 @@ def reopened(path: Path, *, last_step: int | None = None) -> list[int]:
         (b'{"step": 4, \x0c"loss": 0.\x0c4}\n', "line 4"),
         (b'{"step": 4, "loss": \xff}\n', "line 4"),
         (b'{"step": 4, "loss": NaN}\n', "JSON has no NaN"),
-        (b'{"step": 4, "loss": "0.4"}\n', "loss isn't a number"),
+        (b'{"step": 4, "loss": "0.4"}\n', "loss isn't a finite number"),
         (b'{"step": "4", "loss": 0.4}\n', "line 4"),
         (b"[4]\n", "line 4"),
         (b"[" * 100_000 + b"\n", "nested"),
