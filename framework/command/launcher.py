@@ -53,6 +53,8 @@ def place(
     topology = launcher.topology(config, external_ranks=external_ranks, is_planned=is_planned)
     if topology.nnodes > 1 and external_ranks is None:
         _check_several_nodes(config, is_swept=is_swept)
+    if topology.nnodes == 1 and external_ranks is None:
+        _check_one_node(config, launcher)
     backend = _backend(config, topology)
     return Placement(launcher, topology, backend)
 
@@ -96,6 +98,23 @@ def _check_starter(launcher: Launcher, external_ranks: ExternalRanks | None) -> 
             f"launcher={launcher.name}, but this process isn't one of several that torchrun, srun or a Kubernetes "
             "PyTorchJob has started.\n"
             f"Start the command with one of them, or leave launcher={launcher.name} out."
+        )
+
+
+def _check_one_node(config: Config, launcher: Launcher) -> None:
+    """Raise ConfigError for settings of how ranks meet that would have no effect."""
+    endpoint = config.topology.rdzv_endpoint
+    if endpoint is not None:
+        raise ConfigError(
+            f"topology.rdzv_endpoint={endpoint} has no effect with topology.nnodes=1: ranks of one machine meet at a "
+            "port that the command binds.\n"
+            "Leave it out, or set topology.nnodes to the number of machines."
+        )
+    method = config.backend.init_method
+    if launcher.runs_in_command and method != "env":
+        raise ConfigError(
+            f"backend.init_method={method} has no effect with launcher={launcher.name}, whose only process meets no "
+            "other.\nLeave it out."
         )
 
 

@@ -27,6 +27,15 @@ def start_message(title: str, recipe: str, topology: Topology, run_dir: RunDir) 
     return f"{title} {recipe}: {processes}, {devices}\n{display_path(run_dir.path)}"
 
 
+def unused_variables(environ: Mapping[str, str], topology: Topology) -> str:
+    """Return the line about torch's variables, which decide nothing if the command starts the ranks; empty without."""
+    variables = [f"{name}={environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)]
+    if not variables:
+        return ""
+    place = "a port that the command binds" if topology.nnodes == 1 else "topology.rdzv_endpoint"
+    return f"Not used: {' '.join(variables)}. Ranks meet at {place}."
+
+
 def rerun_message(original: Path, run_dir: RunDir) -> str:
     """Return how code, versions and machine differ from those that the original run recorded."""
     records = [read_object(RunDir(original).run_file) or {}, run_dir.read_run()]

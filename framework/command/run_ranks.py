@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from framework.command.launcher import Placement
-from framework.command.messages import interrupted_message, rerun_message, start_message, stopped_message
+from framework.command.messages import (
+    interrupted_message,
+    rerun_message,
+    start_message,
+    stopped_message,
+    unused_variables,
+)
 from framework.command.request import JobResult, Request
 from framework.config.saved import run_of
 from framework.config.schema import Config
@@ -64,6 +71,9 @@ def run_ranks(
             is_quiet = _is_quiet(request, trains=trains)
             if not is_quiet:
                 print(shown(start_message(title, request.config.recipe, placement.topology, run_dir)), flush=True)
+                unused = unused_variables(os.environ, placement.topology)
+                if unused and request.external_ranks is None:
+                    print(shown(unused), file=sys.stderr, flush=True)
 
             plan = _launch_plan(request, setup, run_dir, entry=entry)
             outcome = _launch_recorded(part.launch, plan, trains=trains)

@@ -106,6 +106,21 @@ STRATEGIES = {
 }
 
 
+WITHOUT_EFFECT = {
+    "topology.rdzv_endpoint=localhost:29400": "has no effect with topology.nnodes=1",
+    "topology.rdzv_endpoint=localhost:29400 launcher=elastic": "has no effect with topology.nnodes=1",
+    "backend.init_method=file launcher=in_process": "backend.init_method=file has no effect with launcher=in_process",
+    "backend.init_method=file:///tmp/meet": "backend.init_method=file:///tmp/meet: must be one of env, tcp, file",
+}
+
+
+@pytest.mark.parametrize("overrides", WITHOUT_EFFECT)
+def test_a_key_without_effect_here(command: Command, overrides: str) -> None:
+    answer = command("recipe=toy", *overrides.split())
+    assert (answer.status, answer.out) == (2, "")
+    assert WITHOUT_EFFECT[overrides] in answer.err
+
+
 @pytest.mark.parametrize("overrides", STRATEGIES)
 def test_a_request_that_the_strategy_cannot_meet(command: Command, overrides: str) -> None:
     answer = command("recipe=toy", *overrides.replace("strategy.ranks", "+strategy.ranks").split())

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from framework.command.equivalents import commands, environment
     from framework.command.job import check_request
     from framework.command.launcher import Placement, place
-    from framework.command.messages import interrupted_message, start_message, training_summary
+    from framework.command.messages import interrupted_message, start_message, training_summary, unused_variables
     from framework.command.request import JobResult, Request
     from framework.command.resume import BaseRun, find_auto_run, find_base, names_a_run, saved_run
     from framework.command.sweep import distinguishing, run_sweep, sweeper_direction

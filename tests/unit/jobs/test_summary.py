@@ -20,6 +20,7 @@ from tests.helpers.internals import (
     parse,
     start_message,
     training_summary,
+    unused_variables,
 )
 from tests.unit.checkpoint.states import write_small
 from tests.unit.config.raw import raw_config
@@ -110,3 +111,10 @@ def test_commands_work_where_they_are_printed(run_dir: RunDir, tmp_path: Path, m
     words = shlex.split(closing(moved, 1))
     assert f"resume='{moved.path}'" in words
     assert words[words.index("--logdir") + 1] == str(outputs)
+
+
+def test_variables_that_decide_nothing_are_named() -> None:
+    set_variables = {"MASTER_PORT": "29500", "HOME": "/root"}
+    assert unused_variables(set_variables, Topology(1, 2, 0, 1)).startswith("Not used: MASTER_PORT=29500.")
+    assert "topology.rdzv_endpoint" in unused_variables(set_variables, Topology(2, 2, 0, 1))
+    assert unused_variables({"HOME": "/root"}, Topology(1, 2, 0, 1)) == ""
