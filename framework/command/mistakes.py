@@ -32,6 +32,7 @@ from framework.config.parse import (
     known_keys,
     raise_mistakes,
     show,
+    takes_node,
     takes_several,
     unknown_key_hint,
     walk,
@@ -115,8 +116,16 @@ def _meant_by(word: str, groups: Mapping[str, Sequence[str]]) -> str:
 
 
 def _unreadable(text: str) -> str:
-    key = text.partition("=")[0]
-    return f"{text}: this value can't be read. Text with special characters needs two kinds of quotes: {key}=\"'…'\""
+    key, _, value = text.partition("=")
+    advice = f"Text with special characters needs two kinds of quotes: {key}=\"'…'\""
+    plain = value.strip("=, ")
+    if re.search("[“”‘’]", text):
+        advice = f"Quotes are straight: {re.sub('[“”‘’]', '', text)}"
+    elif re.fullmatch(r"\(.*\)", value):
+        advice = f"A list has square brackets: '{key}=[{value[1:-1]}]'"
+    elif plain != value and re.fullmatch(r"[\w./-]+", plain):
+        advice = f"Type {key}={plain}"
+    return f"{text}: this value can't be read. {advice}"
 
 
 def _override_mistakes(
@@ -187,7 +196,7 @@ def _one_value(override: Override) -> str:
         return f" Add -m, or type '{key}=[{text}]' for all of them in one run."
     if re.fullmatch(r"0,\d\d+", text):
         return f" Add -m, or type {key}={text.replace(',', '.')}"
-    return " Give one value or a list, or add -m."
+    return f" Give one value, or a list '{key}=[{text}]', or add -m."
 
 
 def _needs_search(key: str) -> str:
@@ -205,7 +214,12 @@ def _no_such_option(name: str, group: str, options: Sequence[str]) -> str:
     stem = PurePath(name).name.removesuffix(".yaml")
     guess = stem if stem in options else nearest(name, options)
     hint = did_you_mean(guess and f"{group}={guess}")
-    if guess is None and name.isidentifier():
+    is_class = re.fullmatch(r"\w+(\.\w+)+", name) is not None
+    if " " in name and takes_several(group):
+        hint = f" Type {group}=[{','.join(re.split(r'[ ,]+', name))}]"
+    elif is_class and takes_node(group):
+        hint = f" A class is named by its node: type ~{group} '+{group}={{_target_:{name}}}'"
+    elif guess is None and name.isidentifier():
         hint = f" One of your own is a file conf/{group}/{name}.yaml in this folder."
     return f"{group}={name}: {group} has no such option.{hint}\n    Options: {', '.join(options)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -47,7 +48,8 @@ def _first_phrase(words: Sequence[str], *, keys: Collection[str]) -> tuple[int, 
     if is_override(first) and _is_open(first):
         for taken in range(2, len(words) + 1):
             if not _is_open(" ".join(words[:taken])):
-                return taken, Phrase(" ".join(words[:taken]), "".join(words[:taken]), _NO_SPACES_INSIDE)
+                text = " ".join(words[:taken])
+                return taken, Phrase(text, _without_spaces(text), _NO_SPACES_INSIDE)
 
     # `key = value`, `key =value`, `key= value`
     taken = 1
@@ -72,6 +74,11 @@ def _first_phrase(words: Sequence[str], *, keys: Collection[str]) -> tuple[int, 
     if _is_value(following):
         return 2, Phrase(f"{first} {following}", f"{key}={following}", _NO_DASHES)
     return 1, Phrase(first, f"{key}=true", _NO_DASHES)
+
+
+def _without_spaces(text: str) -> str:
+    """Return a list or mapping as one word, with commas between its items."""
+    return re.sub(r"\s+", ",", re.sub(r"\s*([,:\[\]{}])\s*", r"\1", text))
 
 
 def _is_value(word: str) -> bool:

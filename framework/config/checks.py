@@ -174,7 +174,8 @@ def _metrics(config: Config) -> Iterator[str]:
             continue
         part, _, name = metric.partition("/")
         if part != "val" or not name:
-            guess = f"{key}=val/{name or metric.strip('/')}"
+            plain = re.sub(r"^(val|valid|validation)_", "", name or metric.strip("/"))
+            guess = f"{key}=val/{plain}"
             yield f"{key}={metric}: must be a validation metric, named val/….{did_you_mean(guess)}"
         elif is_never_validated:
             yield (

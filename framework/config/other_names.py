@@ -21,7 +21,7 @@ _ENDPOINT = (
     "On one machine a free port is chosen. On several, type topology.rdzv_endpoint=HOST:PORT with the host of node 0."
 )
 _CHOSEN_GPUS = "GPUs are chosen before the command: CUDA_VISIBLE_DEVICES={values} python -m framework …"
-_RUN_NAME = "A run is named by its recipe and time. Type tags=[{value}] to label it."
+_RUN_NAME = "A run is named by its recipe and time. Type 'tags=[{value}]' to label it."
 _CHECKPOINTS = (
     "Checkpoints need no callback: type checkpoint.monitor=val/loss to keep the best, checkpoint.every_n_steps=N or "
     "checkpoint.every_n_epochs=N for when."

@@ -31,6 +31,8 @@ _MAX_DURATION_S = 365 * 86400
 _MAX_SHOWN = 60
 # OmegaConf's mark for a value that has to be given.
 _MISSING = "???"
+# What others write for a truth value.
+_TRUTH_VALUES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 # Stands for a value that has been reported as wrong.
 _WRONG: Any = object()
 
@@ -43,7 +45,7 @@ def parse(raw: Mapping[str, Any]) -> Config:
     raw = with_present_names(raw)
     if isinstance(raw.get("recipe"), Mapping):
         # The file's keys are all below `recipe`, so everything else would be missing, too.
-        keys = ", ".join(str(key) for key in raw["recipe"])
+        keys = ", ".join(str(key) for key in raw["recipe"]) or "it has none"
         raise ConfigError(f"The recipe's keys ({keys}) aren't where they belong. {PACKAGE_LINE}")
     reader = _Reader(raw)
     config = reader.read_section(Config, raw, path="")
@@ -150,8 +152,16 @@ def takes_several(group: str) -> bool:
     return field is not None and field.kinds == [dict[str, Node]]
 
 
+def takes_node(group: str) -> bool:
+    """Return True if a group is one object of the user's, as the model is."""
+    field = _named_fields(Config).get(group)
+    return field is not None and Node in field.kinds
+
+
 def unknown_key_hint(key: str, value: Any, keys: Iterable[str]) -> str:
     """Return, after a space, what to type for a key that doesn't exist; empty if unknown. keys: all that exist."""
+    if key == "_target_":
+        return " Indent it below its section, as in model: {_target_: package.module.Name}"
     section, _, name = key.rpartition(".")
     field = _named_fields(Config).get(section)
     if name == "_target_" and field is not None and field.section is not None:
@@ -353,7 +363,8 @@ class _Reader:
 
     def _read_node(self, node: Any, *, key: str) -> Any:
         if not isinstance(node, Mapping):
-            return self._wrong(f"{key}={show(node)}: must be a mapping with `_target_`.")
+            hint = f" Write {key}: {{_target_: {node}}}" if _is_dotted_name(node) else ""
+            return self._wrong(f"{key}={show(node)}: must be a mapping with `_target_`.{hint}")
         if "_target_" not in node:
             return self._wrong(
                 f"{key} has no `_target_`. Choose an option of its group, or give it one: "
@@ -469,13 +480,15 @@ def _hint(field: _Field, value: Any, *, key: str) -> str:
         return " Here it is a text: write it without quotes."
     if Texts in field.kinds and isinstance(value, str) and value.strip():
         return f" Write {key}=[{value}]."
+    if int in field.kinds and type(value) is float and value.is_integer():
+        return f" Write {key}={int(value)}."
+    if field.kinds == [bool] and str(value).lower() in _TRUTH_VALUES:
+        return f" Write {key}={_TRUTH_VALUES[str(value).lower()]}."
     if field.options:
         guess = nearest(show(value), field.options)
         if guess is None:
             return ""
         return did_you_mean(f"{key}={guess}")
-    if int in field.kinds and type(value) is float and value.is_integer():
-        return f" Write {key}={int(value)}."
     if str in field.kinds and isinstance(value, (int, float)):
         return f" Quote it: {key}=\"'{value}'\"."
     return ""

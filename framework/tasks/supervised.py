@@ -79,6 +79,9 @@ class Supervised:
         train_metrics: bool = False,
         predictions: Callable[[Any], Mapping[str, Tensor]] | None = None,
     ) -> None:
+        _check_is_built("loss", loss)
+        for name, metric in (metrics or {}).items():
+            _check_is_built(f"metrics.{name}", metric)
         reduction = getattr(loss, "reduction", "mean")
         if isinstance(loss, partial):
             reduction = loss.keywords.get("reduction", reduction)
@@ -216,11 +219,26 @@ class Supervised:
                 "Return one tensor from the model's forward, or compute the loss by a function of your own that takes "
                 "(output, target): task.loss._target_=package.module.function +task.loss._partial_=true"
             )
+        elif "Long" in reason and target.is_floating_point():
+            advice = "Labels of classes are whole numbers: return target.long() from the dataset."
         return DataError(
             f"The model's output doesn't fit task.loss ({type(self.loss).__name__}): {reason}\n"
             f"  output: {describe(output)}\n  target: {describe(target)}\n"
             f"{advice}"
         )
+
+
+def _check_is_built(name: str, value: Any) -> None:
+    """Raise ConfigError for a loss or metric that is only named, or a partial's settings."""
+    if callable(value) or hasattr(value, "update"):
+        return
+    target = "package.module.Name"
+    if isinstance(value, str):
+        target = value if "." in value else f"torch.nn.{value}"
+    raise ConfigError(
+        f"task.{name}={value}: must be a mapping with `_target_`, of a class or function. "
+        f"Type task.{name}._target_={target}"
+    )
 
 
 def _name_of(loss: Any) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -86,6 +88,21 @@ def test_what_is_no_mean_loss_is_refused(model):
     for reduction in ("sum", "none"):
         with pytest.raises(ConfigError, match=f"CrossEntropyLoss has reduction='{reduction}'. Use reduction='mean'"):
             Supervised(loss=nn.CrossEntropyLoss(reduction=reduction))
+
+
+def test_a_loss_that_is_only_named_is_refused():
+    loss: Any = "MSELoss"
+    with pytest.raises(ConfigError, match=r"Type task\.loss\._target_=torch\.nn\.MSELoss"):
+        Supervised(loss=loss)
+    metric: Any = "own.metric"
+    with pytest.raises(ConfigError, match=r"Type task\.metrics\.mine\._target_=own\.metric"):
+        Supervised(loss=nn.MSELoss(), metrics={"mine": metric})
+
+
+def test_labels_of_classes_that_are_fractions(model):
+    task = Supervised(loss=nn.CrossEntropyLoss())
+    with pytest.raises(DataError, match=r"return target\.long\(\) from the dataset"):
+        task.training_step(model, [torch.zeros(2, 6), torch.zeros(2)])
 
 
 def test_the_mean_over_samples_has_another_name_in_one_loss():
