@@ -219,8 +219,9 @@ def constant(classes: list[SourceClass], name: str) -> Any:
 
 
 def methods(node: ast.ClassDef) -> list[str]:
-    """Return the names of the functions that a class's body defines."""
-    return [statement.name for statement in node.body if isinstance(statement, _Function)]
+    """Return the names of the functions that a class's body defines, without decorated ones."""
+    functions = [statement for statement in node.body if isinstance(statement, _Function)]
+    return [function.name for function in functions if not function.decorator_list]
 
 
 # Modules

@@ -65,6 +65,8 @@ TARGETS = {
     "callbacks=early_stopping ~callbacks.early_stopping.monitor": "callbacks.early_stopping.monitor is required by",
     "+callbacks.mine._target_=own.Mine +callbacks.mine.sped=1": "callbacks.mine.sped: own.Mine has no such keyword. Di",
     "+logger.mine._target_=framework.loggers.JsonlLoger": "Did you mean framework.loggers.JsonlLogger?",
+    "+callbacks.mine._target_=own.Late": "callbacks.mine: own.Late.on_train_step_ended isn't a hook and would never be",
+    "+logger.mine._target_=own.Flushing": "logger.mine: own.Flushing.on_results_ isn't a hook and would never",
     "strategy=ddp +strategy.static_grap=true": "Did you mean strategy.static_graph?",
 }
 
@@ -178,6 +180,16 @@ class Wide(torch.nn.Module):
 class Mine(framework.Callback):
     def __init__(self, speed=1): ...
     def on_train_step_end(self, info): ...
+"""
+
+OWN += """
+class Late(Mine):
+    def on_train_step_ended(self, info): ...
+    def helper(self): ...
+
+class Flushing(framework.Logger):
+    def log(self, values, *, step, epoch): ...
+    def on_results_(self, metrics): ...
 """
 
 OWN_STRATEGY = """

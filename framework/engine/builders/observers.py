@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 
+from framework.config.observers import is_misspelt, methods_of, misspelt_hook
 from framework.config.schema import Node, ProgressMode
-from framework.config.suggest import did_you_mean, nearest
 from framework.distributed.context import Context
 from framework.engine.builders.objects import build_object, described
 from framework.errors import TargetError
 from framework.system.run_dir import RunDir
 from framework.types import Callback, Logger, hooks
-
-# A name at least this similar to that of a hook is taken for a misspelt one: `flushh`, `load_statedict`.
-_MISSPELT = 0.85
 
 _LOGGER_OF_EARLIER_VERSIONS = """
 {key}: {target} has `metrics`, the method of loggers of earlier versions. Give it one method for numbers and media:
@@ -60,7 +56,7 @@ def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir, progress: Progr
 
 def _check_callback(callback: object, *, key: str, target: str) -> None:
     """Raise TargetError if the object has no hook, or one that is misspelt."""
-    names = _methods_of(Callback)
+    names = methods_of(Callback)
     _refuse_misspelt(callback, names, own_methods=_own_methods(callback, Callback), key=key, target=target)
     observing = [name for name in names if name.startswith("on_") or name == "evaluation_weights"]
     if not any(hooks([callback], name) for name in observing):
@@ -80,25 +76,15 @@ def _check_logger(logger: object, *, key: str, target: str) -> None:
             f"{key}: {target} returned {described(logger)}. It must return a logger, with log(values, *, step, epoch)."
         )
     if isinstance(logger, Logger):
-        names = _methods_of(Logger)
+        names = methods_of(Logger)
         _refuse_misspelt(logger, names, own_methods=_own_methods(logger, Logger), key=key, target=target)
 
 
 def _refuse_misspelt(observer: object, names: list[str], *, own_methods: set[str], key: str, target: str) -> None:
     """Raise TargetError for a hook that isn't among `names`, or one of the own methods that is nearly one of them."""
     for name in dir(observer):
-        if name.startswith("_") or name in names:
-            continue
-        is_hook = name.startswith("on_") and callable(getattr(observer, name))
-        is_similar = name in own_methods and bool(get_close_matches(name, names, n=1, cutoff=_MISSPELT))
-        if is_hook or is_similar:
-            raise TargetError(
-                f"{key}: {target}.{name} isn't a hook and would never be called.{did_you_mean(nearest(name, names))}"
-            )
-
-
-def _methods_of(cls: type) -> list[str]:
-    return [name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")]
+        if is_misspelt(name, names, is_own=name in own_methods) and callable(getattr(observer, name)):
+            raise TargetError(misspelt_hook(key, target, name, names))
 
 
 def _own_methods(observer: object, base: type) -> set[str]:
@@ -106,5 +92,5 @@ def _own_methods(observer: object, base: type) -> set[str]:
     methods: set[str] = set()
     for cls in type(observer).__mro__:
         if issubclass(cls, base):
-            methods.update(_methods_of(cls))
+            methods.update(methods_of(cls))
     return methods
