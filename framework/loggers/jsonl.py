@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, final
 
 from framework.errors import ConfigError
-from framework.loggers.media import images_of, picture_of, split
+from framework.loggers.media import file_stem, images_of, picture_of, split
 from framework.media import Image, Media, Table
 from framework.system.json_lines import Check, metrics_fault, read_lines
 from framework.system.rank_log import warn
@@ -88,7 +88,7 @@ class JsonlLogger(Logger):
 
     def _write_medium(self, name: str, suffix: str, save: Callable[[Path], None], *, step: int) -> None:
         """Save to `media/NAME_STEP.SUFFIX` and remove the files of earlier steps."""
-        stem = name.replace("/", "__")
+        stem = file_stem(name)
         path = self._media / f"{stem}_{step}{suffix}"
         try:
             self._media.mkdir(exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import sys
 from collections.abc import Collection, Mapping
 from numbers import Real
@@ -15,6 +17,9 @@ from framework.media import Figure, Image, Media, is_media
 from framework.types import Logger
 
 _BINS = 64
+# File systems allow 255 for a file's name; the rest is for a step, a number and a suffix.
+_MAX_STEM_BYTES = 180
+_DIGEST_CHARS = 8
 # `Real` alone would do, but checking an abstract class takes half a microsecond, and each log makes 50 such checks.
 _NUMBERS = (float, int, Real)
 
@@ -107,13 +112,41 @@ def array_of(values: Any) -> npt.NDArray[Any]:
 
 
 def finite_values(values: Any) -> npt.NDArray[np.float64]:
-    """Return the finite numbers of a tensor or array, in one dimension."""
-    flat = array_of(values).astype(np.float64).reshape(-1)
+    """Return the finite numbers of a tensor or array, in one dimension; of complex numbers their magnitudes."""
+    array = array_of(values)
+    if array.dtype.kind == "c":
+        array = np.abs(array)
+    flat = array.astype(np.float64).reshape(-1)
     finite: npt.NDArray[np.float64] = flat[np.isfinite(flat)]
     return finite
 
 
 def counts_of(values: Any) -> tuple[list[int], list[float]]:
     """Return the counts in `_BINS` bins of equal width, and their edges. Values that aren't finite are left out."""
-    counts, edges = np.histogram(finite_values(values), bins=_BINS)
+    finite = finite_values(values)
+    try:
+        with np.errstate(all="ignore"):
+            counts, edges = np.histogram(finite, bins=_BINS)
+    except ValueError:
+        # They are so large that their difference is infinite, or so close that no number lies between them.
+        scale = np.abs(finite).max()
+        scaled = finite / scale
+        counts, edges = np.histogram(scaled, bins=_BINS, range=(scaled.min() - 0.5, scaled.max() + 0.5))
+        largest = np.finfo(np.float64).max / scale
+        edges = np.clip(edges, -largest, largest) * scale
     return counts.tolist(), edges.tolist()
+
+
+def file_stem(name: str) -> str:
+    """Return the part of a file name that stands for the name of a medium: `/` is `__`, and it is never too long."""
+    stem = re.sub(r"[\x00-\x1f\ud800-\udfff]", "_", name.replace("/", "__"))
+    return shortened(stem, max_bytes=_MAX_STEM_BYTES)
+
+
+def shortened(name: str, *, max_bytes: int) -> str:
+    """Return a name that differs from those of other long names, though it has only so many bytes."""
+    encoded = name.encode()
+    if len(encoded) <= max_bytes:
+        return name
+    digest = hashlib.sha256(encoded).hexdigest()[:_DIGEST_CHARS]
+    return f"{encoded[: max_bytes - 1 - _DIGEST_CHARS].decode(errors='ignore')}~{digest}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import logging
 import os
@@ -17,6 +18,7 @@ from filelock import FileLock
 
 from framework.config.parse import flatten
 from framework.errors import ConfigError
+from framework.loggers.media import shortened
 from framework.loggers.tracker import Row, Tracker, check_installed
 from framework.system.rank_log import show, warn
 from framework.system.run_dir import RunDir
@@ -26,6 +28,9 @@ from framework.system.shown_text import MASK, masked_text
 _MAX_PARAMS = 100
 _MAX_PARAM_CHARS = 6000
 _LOCK_TIMEOUT_S = 60.0
+_DIGEST_CHARS = 8
+# MLflow takes 250 characters.
+_MAX_NAME_BYTES = 200
 
 
 @final
@@ -62,6 +67,8 @@ class MLflowLogger(Tracker):
         self._experiment = experiment
         self._display_name = name or self.run_name
         self._outputs = Path(self.config["path"]["outputs"]).absolute()
+        # The metric behind each of MLflow's names, which have fewer characters.
+        self._names: dict[str, str] = {}
         # The last step of each metric that the run has already.
         self._last_steps: dict[str, int] = {}
 
@@ -176,11 +183,21 @@ class MLflowLogger(Tracker):
         """Write the values of a step, but for metrics that have this step already."""
         metrics = []
         for name, value in values.items():
-            key = _allowed(name)
+            key = self._distinct(name)
             if step > self._last_steps.get(key, -1):
                 metrics.append(self._make_metric(key, value, int(unix_s * 1000), step))
         if metrics:
             self._client.log_batch(self._run_id, metrics=metrics)
+
+    def _distinct(self, name: str) -> str:
+        """Return the name that MLflow has for a metric. If two differ only in what it refuses, the second is marked.
+
+        A resumed run replays its journal, so it gives the same names.
+        """
+        key = _allowed(name)
+        if self._names.setdefault(key, name) == name:
+            return key
+        return f"{key}_{hashlib.sha256(name.encode()).hexdigest()[:_DIGEST_CHARS]}"
 
     def _keep(self, path: Path, place: str) -> None:
         if path.is_dir():
@@ -194,7 +211,8 @@ class MLflowLogger(Tracker):
 def _allowed(name: str) -> str:
     """Return the name with what MLflow allows in names."""
     parts = re.sub(r"[^\w./ -]", "_", name).split("/")
-    return "/".join(part for part in parts if part.strip(".")) or "_"
+    name = "/".join(part for part in parts if part.strip(".")) or "_"
+    return shortened(name, max_bytes=_MAX_NAME_BYTES).replace("~", "_")
 
 
 def _place(row: Row) -> str:

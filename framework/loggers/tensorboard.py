@@ -24,6 +24,7 @@ from framework.system.run_dir import RunDir
 from framework.types import FitInfo, Logger
 
 _WRITE_EVERY_S = 5
+_MAX_SHOWN = 1e19
 
 # The sections of the configuration that say what is trained, and how.
 _HPARAMS = (
@@ -194,7 +195,9 @@ class TensorBoardLogger(Logger):
         elif isinstance(value, Histogram):
             finite = finite_values(value.values)
             if finite.size:
-                self._add(methodcaller("add_histogram", tag, finite, step))
+                # Its bins end at 1e20, and it raises if all values lie beyond them.
+                shown = finite.clip(-_MAX_SHOWN, _MAX_SHOWN)
+                self._add(methodcaller("add_histogram", tag, shown, step))
         else:
             images = images_of(value)
             for number, image in enumerate(images):

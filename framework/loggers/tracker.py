@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, final, get_args
 from framework.config.saved import load_written_config
 from framework.errors import ConfigError, describe_error
 from framework.loggers.jsonl import JsonLines
-from framework.loggers.media import array_of, counts_of, images_of, picture_of, split
+from framework.loggers.media import array_of, counts_of, file_stem, images_of, picture_of, split
 from framework.media import Artifact, Histogram, Image, Media, Table, Text
 from framework.system.files import open_regular
 from framework.system.json_lines import read_lines
@@ -392,7 +392,7 @@ def _picture_fault(folder: Path, name: Any) -> str | None:
 
 
 def _file_name(tag: str) -> str:
-    return re.sub(r"[^\w.-]", "_", tag.replace("/", "__"))
+    return re.sub(r"[^\w.~-]", "_", file_stem(tag))
 
 
 def _to_plain(value: Any) -> Any:

@@ -169,7 +169,7 @@ def test_names_that_mlflow_refuses_are_changed(train, tmp_path):
         "from framework import Image, Log\n"
         "class Names:\n"
         "    def on_validation_end(self, report):\n"
-        "        numbers = {'p/': 1.0, 'a//b': 2.0, '..': 3.0, 'acc@1': 4.0}\n"
+        "        numbers = {'p/': 1.0, 'a//b': 2.0, '..': 3.0, 'acc@1': 4.0, 'acc#1': 5.0}\n"
         "        return Log({**numbers, 'x/1': Image(torch.zeros(2, 2)), 'x_1': Image(torch.ones(2, 2))})\n"
     )
     run_dir = train(*SHORT, "trainer.max_epochs=1", "logger=[jsonl,mlflow]", "+callbacks.names._target_=names.Names")
@@ -177,6 +177,7 @@ def test_names_that_mlflow_refuses_are_changed(train, tmp_path):
     rows = mlflow_rows(database, "SELECT key, value FROM metrics WHERE run_uuid = ?", run_id)
     wanted = {"val/p": 1.0, "val/a/b": 2.0, "val": 3.0, "val/acc_1": 4.0}
     assert wanted.items() <= dict(rows).items()
+    assert [value for key, value in rows if re.fullmatch(r"val/acc_1_[0-9a-f]{8}", key)] == [5.0]
     folder, other = (
         next((tmp_path / "outputs/mlartifacts").rglob(f"media/val/{name}/*.png")) for name in ("x/1", "x_1")
     )
