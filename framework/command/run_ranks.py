@@ -17,7 +17,7 @@ from framework.command.messages import (
     unused_variables,
 )
 from framework.command.request import JobResult, Request
-from framework.config.saved import run_of
+from framework.config.saved import is_run, run_of
 from framework.config.schema import Config
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, FrameworkError, RequestError, StoppedBySignalError
 from framework.launch.base import Part
@@ -83,7 +83,12 @@ def run_ranks(
                 raise outcome.error
             if outcome.failure is not None and request.call is None:
                 print(render(outcome.failure), file=sys.stderr, flush=True)
-            if outcome.status != EXIT_WRONG_REQUEST and not is_quiet and not outcome.stopped_early:
+            if (
+                outcome.status != EXIT_WRONG_REQUEST
+                and not is_quiet
+                and not outcome.stopped_early
+                and is_run(run_dir.path)
+            ):
                 print(shown(text(run_dir, outcome.status)), flush=True)
             score = run_dir.read_run().get("results", {}).get("score")
             return JobResult(outcome.status, run_dir, score=score, failure=outcome.failure, error=outcome.error)

@@ -11,6 +11,7 @@ from typing import Any
 from framework.checkpoint import read_manifest
 from framework.checkpoint.layout import BEST
 from framework.checkpoint.reader import load_progress
+from framework.config.saved import is_run
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object
@@ -28,6 +29,7 @@ from framework.engine.state_bytes import state_sizes
 from framework.engine.weights import load_model
 from framework.errors import EXIT_STOPPED, RunError
 from framework.launch.child import show_status
+from framework.launch.error_record import lost_run_dir
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.launch.stopping import TestStoppedError, stoppable, stoppable_test
 from framework.media import markdown_texts
@@ -127,6 +129,9 @@ def _train_stoppable(
         setup.link.rank_status.set_phase(RankPhase.CLOSING)
         trainer.logbook.log_drawings()
         if setup.context.is_main:
+            if not is_run(setup.run_dir.path):
+                # Otherwise the results would go to a new directory of the same name.
+                raise lost_run_dir(setup.run_dir.path, rank=0, reason="it has no config.yaml")
             write_results(setup, trainer, test=test_results, seconds=seconds)
         if trainer.stop.on_request:
             return EXIT_STOPPED
@@ -197,6 +202,7 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
         with state.evaluation_weights():
             evaluation = evaluate()
 
+    setup.link.rank_status.set_phase(RankPhase.LOGGING)
     # A run that is resumed after its end has logged this test already.
     results = setup.run_dir.read_run().get("results", {})
     if results.get("test") is None or results.get("steps") != trainer.progress.step:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from framework.config.saved import is_run
 from framework.errors import DiskError, FrameworkError, RunError
 from framework.system.files import free_bytes
 
@@ -121,10 +122,15 @@ def file_failure(error: BaseException, *, rank: int, run_dir: Path) -> RunError 
 
 
 def _missing_run_dir(error: BaseException, *, rank: int, run_dir: Path) -> RunError | None:
-    if run_dir.exists() or not issubclass(type(error), (FileNotFoundError, DiskError)):
+    if is_run(run_dir) or not issubclass(type(error), (FileNotFoundError, DiskError)):
         return None
+    return lost_run_dir(run_dir, rank=rank, reason=text_of(error))
+
+
+def lost_run_dir(run_dir: Path, *, rank: int, reason: str) -> RunError:
+    """Return the error of a rank whose run directory is gone."""
     return RunError(
-        f"The run directory {run_dir} was deleted or moved while rank {rank} was using it ({text_of(error)}).\n"
+        f"The run directory {run_dir} was deleted or moved while rank {rank} was using it ({reason}).\n"
         "If it was moved, move it back or resume it from its new place. If it was deleted, start the run again: its "
         "checkpoints are gone."
     )

@@ -35,7 +35,12 @@ _BY_PHASE = {
     "closing": "It was closing callbacks, loggers and data, or writing results.",
     "evaluate": "It was evaluating: look at validation_step and the data it got.",
 }
-_IN_SET_UP = "backend.init_timeout, which counts until the first step is done (job=preflight: backend.timeout)"
+_IN_SET_UP = (
+    "backend.init_timeout, which counts instead of backend.timeout until the first step is done "
+    "(job=preflight: backend.timeout)"
+)
+# Added if ranks waited for each other in vain before that.
+_FIRST_STEP = " Until the first step is done, ranks wait for backend.init_timeout, whatever backend.timeout is."
 
 
 def advice(first: RankFailure, *, world_size: int) -> str:
@@ -88,10 +93,11 @@ def advice(first: RankFailure, *, world_size: int) -> str:
     if not first.lost_peer or world_size == 1:
         return ""
     if first.timed_out:
-        return (
+        words = (
             "No rank was behind the others: they may have called different collectives. Compare the stacks in the "
             "report, and look for branches that only some ranks take."
         )
+        return words if first.step else words + _FIRST_STEP
     return "It lost another rank, and no rank has reported why: look at the ends of their logs, and at the network."
 
 

@@ -342,9 +342,12 @@ class Trainer:
         for loader in self.val_loaders.values():
             loader.set_epoch(epoch)
         start_hooks = hooks(state.observers, "on_validation_start")
+        self._timer.leave_step(RankPhase.LOGGING)
         self._call(start_hooks, epoch=epoch, part="val")
+        self._timer.leave_step(RankPhase.EVALUATE)
         with state.evaluation_weights():
             evaluation = state.evaluate(self.val_loaders, with_media=bool(state.loggers))
+        self._timer.leave_step(RankPhase.LOGGING)
         state.val_metrics = evaluation.metrics
         state.val_texts = evaluation.texts
         state.val_step = step
@@ -428,6 +431,7 @@ class Trainer:
     def _prepare(self) -> None:
         """Call the start hooks, restore what they may have changed, and start measuring."""
         self.start_step = self.progress.step
+        self._timer.set_phase(RankPhase.LOGGING)
         self._call_start_hooks()
         observers = self.state.observers
         self._hooks = _Hooks(
@@ -437,6 +441,7 @@ class Trainer:
             epoch_end=hooks(observers, "on_train_epoch_end"),
         )
         self._repeat_epoch_start()
+        self._timer.set_phase(RankPhase.BUILDING)
         # Callbacks may have changed it.
         self.state.restore_trainable()
         if self.restore_generators is not None:
@@ -493,6 +498,7 @@ class Trainer:
         if self.progress.step > self.start_step and not self.stop.on_request:
             self.log()
         self._wait_for_checkpoint()
+        self._timer.leave_step(RankPhase.LOGGING)
         for hook in hooks(self.state.observers, "on_fit_end"):
             hook()
 
@@ -516,7 +522,9 @@ class Trainer:
         """Yield this rank's windows from `progress` on, epoch after epoch."""
         while not self._done():
             if self.progress.samples == 0:
+                self._timer.leave_step(RankPhase.LOGGING)
                 self._call(self._hooks.epoch_start, epoch=self.progress.epoch)
+                self._timer.set_phase(RankPhase.DATA)
                 if self._done():
                     # A hook has asked to stop.
                     return
@@ -658,5 +666,7 @@ class Trainer:
         self._timer.leave_step(RankPhase.EVALUATE)
         began = time.perf_counter()
         statistics = batchnorm_statistics(self.state)
+        # A callback has asked for them.
+        self._timer.leave_step(RankPhase.LOGGING)
         self.logbook.throughput.leave_out(since=began)
         return statistics

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import framework
-from framework import ConfigError, RequestError, Run, RunFailedError
+from framework import ConfigError, DataError, RequestError, Run, RunFailedError
 from tests.features.api_cases import Net, datasets, loaders, samples, smoothed
 from tests.helpers import results
 from tests.helpers.internals import ForkServer, call_module
@@ -290,6 +290,22 @@ def test_a_failure_is_an_exception_with_the_report(call_train: Call) -> None:
         call_train(model=Net, data=loaders, loss=fails_on_one, topology={"procs_per_node": 2})
     assert caught.value.report.first.rank == 1
     assert caught.value.report.first.phase == "forward"
+    assert framework.load(caught.value.directory).status == "failed"
+
+
+def test_a_failure_in_process_is_raised_from_its_cause(call_train: Call) -> None:
+    losses = []
+
+    def fails_later(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        losses.append(smoothed(output, target))
+        if len(losses) > 3:
+            raise DataError("This sample is damaged.")
+        return losses[-1]
+
+    with pytest.raises(RunFailedError, match=r"^This sample is damaged\.") as caught:
+        call_train(model=Net, data=loaders, loss=fails_later, launcher="in_process")
+    assert isinstance(caught.value.__cause__, DataError)
+    assert caught.value.report.first.step > 0
     assert framework.load(caught.value.directory).status == "failed"
 
 
