@@ -136,7 +136,7 @@ class TensorBoardLogger(Logger):
         """
         # Afterwards, all names of curves are known.
         self.flush()
-        without_curve = {}
+        without_curve: dict[str, float] = {}
         for name, value in metrics.items():
             if name.startswith(_BEST):
                 without_curve[f"{name.removeprefix(_BEST)}/best"] = value
@@ -146,9 +146,9 @@ class TensorBoardLogger(Logger):
             self._add_numbers(without_curve, step=self._step)
 
         config = load_written_config(self._run_dir)
-        trained = {}
-        for key, value in _leaves({section: config[section] for section in _HPARAMS if section in config}):
-            trained[f"*{key}" if key in _FIRST_HPARAMS else key] = value
+        trained: dict[str, bool | int | float | str] = {}
+        for key, setting in _leaves({section: config[section] for section in _HPARAMS if section in config}):
+            trained[f"*{key}" if key in _FIRST_HPARAMS else key] = setting
         self._add(lambda writer: _write_hparams(writer, trained))
 
     def flush(self) -> None:
