@@ -92,7 +92,7 @@ def _reap() -> bool:
 def _described(process: psutil.Process) -> str:
     command = process.cmdline()
     # A rank was forked, and its children too, if they didn't run another program.
-    if "framework.launch.fork_server" in command:
+    if any("framework.launch.fork_server" in word for word in command):
         return f"pid {process.pid} (a fork of a rank)"
     text = shown(shlex.join(command) or process.name())
     if len(text) > _MAX_CHARS:
