@@ -50,7 +50,7 @@ class MutationError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where the code that a mutation replaces is."""
+    """The place of the code that a mutation replaces."""
 
     path: Path
     tree: ast.Module
@@ -216,7 +216,7 @@ LAUNCH = [
         within="die_with_parent",
         old="signal.SIGKILL",
         new="signal.SIGTERM",
-        what="When the fork server is killed, ranks take the signal for a wish to stop and train on as orphans.",
+        what="When the fork server is killed, ranks treat the signal as a request to stop and train on as orphans.",
     ),
 ]
 
@@ -658,7 +658,7 @@ JOBS = [
         within="_traffic",
         old="2 * (copies - 1) * (reduced // ranks) // copies",
         new="(copies - 1) * (reduced // ranks) // copies",
-        what="job=plan tells half of what each rank sends and receives in a ring.",
+        what="job=plan reports half of what each rank sends and receives in a ring.",
     ),
     Mutation(
         name="predictions-of-the-last-rank-come-first",

@@ -28,7 +28,7 @@ def points(size: int = 45, **_: Any) -> Datasets:
 
 
 class Plain(nn.Module):
-    """With all that makes comparing hard: a module called twice, one never called, tied weights, tuples and dicts."""
+    """Has what makes comparing hard: a module called twice, one never called, tied weights, tuples and dicts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ def test_a_non_finite_loss_ends_all_ranks(train, tmp_path, capsys):
 
 
 def test_init_from_takes_weights_and_nothing_else(train, shared_run):
-    """Not the optimizer, the order of the samples or the generators; from a run, a pointer or a step."""
+    """It takes no optimizer state, order of samples or generators, and accepts a run, a pointer or a step."""
     trained = train(*SHORT, "seed=5", "optimizer=adam", "scheduler=cosine")
     frozen = (*SHORT, "trainer.max_epochs=1", "optimizer.lr=0")
     fresh = train(*frozen)

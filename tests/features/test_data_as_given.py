@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from itertools import chain
 
 import pytest
-import yaml
 
 from tests.features.data_cases import SIZE, Sequences
 from tests.helpers import results
 from tests.helpers.internals import compose
+from tests.helpers.recipes import write_recipe
 
 CASES = "tests.features.data_cases"
 SAMPLERS = "framework.samplers"
@@ -33,9 +33,7 @@ def write(tmp_path):
             "data": {"datasets": {"_target_": f"{CASES}.sequences"}, "global_batch_size": BATCH, **data},
             "trainer": {"max_epochs": 2, "log_every_n_steps": 1},
         }
-        file = tmp_path / "conf/recipe/given.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+        write_recipe(tmp_path, "given", recipe)
 
     return write
 

@@ -123,7 +123,7 @@ OLD = "torch.set_float32_matmul_precision"
     ],
 )
 def test_the_peak_follows_both_tf32_settings(settings, peak):
-    """In a process of its own, since torch can't undo them. Torch raises where it reads the older one."""
+    """The settings can't be undone, so a process of its own makes them. Torch raises where it reads the older one."""
     program = f"""
 import torch
 from tests.helpers.internals import Context, Topology, peak_of_run

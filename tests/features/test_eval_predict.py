@@ -133,7 +133,7 @@ def test_typed_overrides_apply_to_a_saved_run(evaluate, trained, tmp_path):
 
 @pytest.mark.exhaustive
 def test_evaluations_lie_in_the_run_that_they_evaluate(command, trained, tmp_path):
-    """And are no runs to resume: neither the newest unfinished one, nor by their names."""
+    """An evaluation can't be resumed: neither as the newest unfinished run, nor by its name."""
     run = Path(shutil.copytree(trained, tmp_path / "outputs" / "toy" / trained.name, symlinks=True))
     before = {path.name for path in run.iterdir()}
     assert command("job=eval", f"checkpoint.path={run}") == (0, "")

@@ -81,7 +81,7 @@ class Differing:
     ],
 )
 def test_ranks_that_log_different_keys_are_named(train, tmp_path, capfd, since, message):
-    """In the first report by all ranks; later by the one that has it, and nobody waits for it."""
+    """All ranks report it in the first log; later only the rank that differs, and no other rank waits for it."""
     (tmp_path / "differing.py").write_text(DIFFERING)
     task = ("~task.loss", "~task.metrics", "task._target_=differing.Differing", f"+task.since={since}")
     steps = ("trainer.log_every_n_steps=3", "trainer.max_steps=9", "backend.timeout=60s")

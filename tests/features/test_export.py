@@ -68,7 +68,7 @@ def by_onnxruntime(file: Path) -> Callable[[Tensor], Tensor]:
     ("format_", "suffix"), [("state_dict", "pt"), pytest.param(*("safetensors",) * 2, marks=pytest.mark.exhaustive)]
 )
 def test_weights_are_those_that_are_evaluated(export, trained, tmp_path, format_, suffix):
-    """From a copy of the checkpoint far from its run, too."""
+    """A copy of the checkpoint outside its run gives the same weights."""
     away = shutil.copytree((trained / "checkpoints" / "last").resolve(), tmp_path / "away")
     status, out, err = export(f"checkpoint.path={away}", f"export.format={format_}")
     assert (status, err) == (0, "")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -24,6 +23,7 @@ from tests.helpers import results
 from tests.helpers.contexts import cpu_context
 from tests.helpers.internals import Context
 from tests.helpers.rank_pool import RankError, RankPool
+from tests.helpers.recipes import write_recipe
 from tests.unit.small_trainer import make_trainer, settings, weights
 
 CLASSES = 3
@@ -310,9 +310,7 @@ def test_samples_dropped_by_collate_have_no_weight(train: Any, tmp_path: Path, s
         "trainer": {"max_epochs": 2, "log_every_n_steps": 1},
         "optimizer": {"lr": 0.1},
     }
-    file = tmp_path / "conf/recipe/dropping.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+    write_recipe(tmp_path, "dropping", recipe)
     whole = train("recipe=dropping")
     for overrides in (
         ("trainer.accumulate_grad_batches=4",),

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from tests.helpers import results
+from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
 
 CASES = "tests.features.lightning_cases"
@@ -70,9 +70,7 @@ def run(train, tmp_path):
             },
             "trainer": {"max_epochs": 3, "num_threads": 1, "log_every_n_steps": 1, **(trainer or {})},
         }
-        file = tmp_path / "conf/recipe/lit.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+        write_recipe(tmp_path, "lit", recipe)
         return train("recipe=lit", *overrides, status=status)
 
     return run
@@ -254,9 +252,7 @@ def habits(train, tmp_path):
             },
             "trainer": {"max_epochs": 2, "num_threads": 1, "log_every_n_steps": 1, "accumulate_grad_batches": 2},
         }
-        place = tmp_path / "conf/recipe/habits.yaml"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+        write_recipe(tmp_path, "habits", recipe)
         return train("recipe=habits", *overrides), notes_in(file)
 
     return run
@@ -318,7 +314,7 @@ def test_a_data_module_divides_its_batch_size(habits):
 
 @pytest.mark.multiproc
 def test_a_module_may_keep_its_optimizer(run):
-    """It is made once, with the number of steps; the size of its state is measured with a copy."""
+    """The optimizer is made once, with the number of steps; the size of its state is measured with a copy."""
     run_dir = run("Keeping", "topology.procs_per_node=2")
     assert list(results.curve(run_dir, "train/lr").values()) == [0.5] * len(results.curve(run_dir, "train/lr"))
     assert "optimizer unknown" not in results.log(run_dir)

@@ -93,7 +93,7 @@ def _own(tmp_path: Path) -> None:
     ],
 )
 def test_every_loader_gives_the_same_weights(train: Train, data: str, ways: dict[tuple, str]) -> None:
-    """With random augmentation, too; over two processes up to the order of sums."""
+    """Random augmentation included. Over two processes, weights differ by the order of sums only."""
     runs = {way: train(*SHORT, f"data.datasets={{_target_: own.{data}}}", *way) for way in ways}
     wanted = results.weights(next(iter(runs.values())))
     for way, run_dir in runs.items():

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from tests.features.weight_cases import BATCH, PADDING, SIZE, SampleWeights, Tagger, sequences
 from tests.helpers import results
 from tests.helpers.internals import GlobalOrder, compose, seed_everything
+from tests.helpers.recipes import write_recipe
 
 CASES = "tests.features.weight_cases"
 STEPS = 9
@@ -41,9 +41,7 @@ def write(tmp_path):
             "trainer": {"precision": "64-true", "max_epochs": None, "max_steps": STEPS, "log_every_n_steps": 3},
             "optimizer": {"lr": 0.3},
         }
-        file = tmp_path / "conf/recipe/padded.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+        write_recipe(tmp_path, "padded", recipe)
 
     return write
 
@@ -139,7 +137,7 @@ def test_micro_batches_without_weight_have_no_gradient(run):
 
 
 @pytest.mark.multiproc
-def test_parity_tells_weighted_losses_from_others(write, fork_server, tmp_path, monkeypatch, capfd):
+def test_parity_finds_missing_weights(write, fork_server, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     short = ["recipe=padded", "job=parity", "trainer.gpus=0", "parity.processes=3", "parity.steps=3"]
     for task, status in (

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from sklearn.metrics import confusion_matrix, f1_score, roc_auc_score
 from torch.nn.functional import cross_entropy
 
 from tests.features.metric_cases import CLASSES, Classifier, points
 from tests.helpers import results
+from tests.helpers.recipes import write_recipe
 
 CASES = "tests.features.metric_cases"
 TORCHMETRICS = "torchmetrics.classification"
@@ -73,9 +73,7 @@ def run(train, tmp_path):
             **sections,
         }
         recipe["defaults"] = [{"override /logger": "jsonl"}]
-        file = tmp_path / "conf/recipe/scored.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+        write_recipe(tmp_path, "scored", recipe)
         return train("recipe=scored", *overrides, status=status)
 
     return run

@@ -138,7 +138,7 @@ def test_resuming_with_another_schedule_length_needs_a_decision(train, capfd):
 
 @pytest.mark.exhaustive
 def test_one_cycle_resumes_exactly_and_cannot_be_stretched(train, capfd):
-    """Its state holds the length."""
+    """The schedule's state holds its length."""
     cycle = (*SCHEDULED, "scheduler=one_cycle")
     whole = train(*cycle)
     run_dir = train(*cycle, "trainer.max_steps=17", "scheduler.total_steps=40")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam
@@ -17,6 +16,7 @@ from torch.optim import SGD, Adam
 from tests.features.optimizer_cases import BATCH, SIZE, Heads, points
 from tests.helpers import results
 from tests.helpers.internals import GlobalOrder, compose, seed_everything
+from tests.helpers.recipes import write_recipe
 
 CASES = "tests.features.optimizer_cases"
 HEAD = {"name": "head", "params": "^guess", "lr": 0.5}
@@ -49,9 +49,7 @@ def write(tmp_path):
             "callbacks": callbacks or {},
             "scheduler": {"interval": "step"},
         }
-        file = tmp_path / "conf/recipe/heads.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+        write_recipe(tmp_path, "heads", recipe)
 
     return write
 

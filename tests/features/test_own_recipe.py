@@ -123,7 +123,7 @@ def refused(train, capsys, *overrides):
 
 
 def test_mistakes_are_refused_before_the_process_group(train, folder, capsys):
-    """Once, not by each rank; the details: tests/unit/test_targets.py."""
+    """They are reported once, not by each rank. tests/unit/test_targets.py has every kind of mistake."""
     printed = refused(train, capsys, "+model.hiden=3", "topology.procs_per_node=2")
     for fact in ("model.hiden", "Did you mean", "hidden"):
         assert fact in printed

@@ -26,7 +26,7 @@ def model(name: str) -> str:
 
 
 def task(what: str) -> list[str]:
-    """With a model that is the same on any number of processes."""
+    """Return the overrides of a task whose model is the same on any number of processes."""
     return [model("Around"), f"task._target_={CASES}.Task", f"+task.what={what}", "~task.loss", "~task.metrics"]
 
 
@@ -88,7 +88,10 @@ class Same:
 )
 def test_the_same(compared: Compared, same: Same) -> None:
     status, answer, printed = compared(*same.overrides)
-    assert (status, answer["same"], answer["first_difference"], answer["unsure"]) == (0, True, None, same.unsure)
+    assert status == 0
+    assert answer["same"] is True
+    assert answer["first_difference"] is None
+    assert answer["unsure"] == same.unsure
     assert answer["steps"] == same.steps
     assert "The same: " in printed
     # Modules; not those that are never called.

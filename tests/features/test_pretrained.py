@@ -59,7 +59,7 @@ def exported(trained: Path, fork_server, tmp_path_factory) -> Path:
 
 
 def test_an_exported_folder_is_read_by_from_pretrained(trained, exported, fork_server, tmp_path, monkeypatch, capfd):
-    """By other users, too; it is never written over, and a model without save_pretrained has none."""
+    """Other users can read the folder. It is never overwritten; a model without save_pretrained has none."""
     assert {file.name for file in exported.iterdir()} >= {"config.json", "model.safetensors"}
     assert {file.name for file in exported.parent.iterdir()} == {"gpt2"}
     assert len({file.stat().st_mode for file in exported.iterdir()}) == 1
@@ -126,7 +126,7 @@ def test_another_head_without_a_word_is_refused_once(train, exported, capfd):
 
 
 def test_a_resumed_run_keeps_its_own_weights(train, exported):
-    """With dropout, on two processes."""
+    """The model has dropout and trains on two processes."""
     begun = (*CLASSIFIER, procs(2), f"init_from={exported}", "init.skip=[score]")
     whole = train(*begun)
     stopped = train(*begun, "trainer.max_steps=7", "trainer.limit_val_batches=0", "checkpoint.monitor=null")
@@ -136,7 +136,7 @@ def test_a_resumed_run_keeps_its_own_weights(train, exported):
 
 
 def test_from_pretrained_trains_as_init_from_does(train, exported):
-    """It returns a model in evaluation mode: dropout would be off."""
+    """from_pretrained returns a model in evaluation mode, in which dropout would be off."""
     begun = train(*GPT2, f"init_from={exported}", "trainer.max_epochs=1")
     target = "model._target_=transformers.AutoModelForCausalLM.from_pretrained"
     built = train(*SHORT, target, f"+model.pretrained_model_name_or_path={exported}", "trainer.max_epochs=1")

@@ -200,7 +200,7 @@ class Kind(enum.IntEnum):
 
 def test_arguments_arrive_as_they_were_given(call_train: Call) -> None:
     class Inner(nn.Linear):
-        """Of this function, as a notebook's classes are."""
+        """A class that only this function has, like the classes of a notebook."""
 
     given = {
         "plain": [1, 2.5, None, True, "a 'b' \"c\"\nd\\"],

@@ -281,7 +281,7 @@ def test_a_repeated_sample_is_augmented_differently(train):
 @pytest.mark.multiproc
 @pytest.mark.parametrize("workers", [0, 1])
 def test_set_epoch_is_called_in_every_process(train, drawn, workers):
-    """Of a transform within a dataset that training and validation share, and of a collate function."""
+    """A transform within a dataset that training and validation share has it, and so has a collate function."""
     data = ("data.datasets._target_=own.staged", f"data.num_workers={workers}", "trainer.max_epochs=3")
     wanted = []
     for epoch in (0.0, 1.0, 2.0):

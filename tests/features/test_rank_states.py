@@ -150,6 +150,6 @@ def test_state_of_each_rank_with_other_strategies(train, capfd, strategy):
         (torch.float32, torch.float64, False),
     ],
 )
-def test_fingerprints_tell_values_apart(one: Any, other: Any, is_equal: bool) -> None:
+def test_different_values_have_different_fingerprints(one: Any, other: Any, is_equal: bool) -> None:
     prints = [fingerprints({"x": None}, {"x": {"key": value}}, replicas_differ=False) for value in (one, other)]
     assert (prints[0] == prints[1]) is is_equal

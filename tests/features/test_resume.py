@@ -36,7 +36,7 @@ def copy(run_dir: Path, folder: Path) -> Path:
 @pytest.mark.exhaustive
 @pytest.mark.multiproc
 def test_a_killed_run_resumes_exactly(train, tmp_path):
-    """After step 131, when all up to 130 is logged; nothing gets the chance to end in order."""
+    """The kill comes after step 131, when all up to 130 is logged. No process can end in order."""
     overrides = ("checkpoint.every_n_steps=7", "trainer.log_every_n_steps=2", "trainer.val_check_interval=10")
     with paused_training(tmp_path, *overrides, procs=2) as started:
         os.killpg(started.process.pid, signal.SIGKILL)

@@ -208,7 +208,7 @@ def test_a_comparison_has_what_differs_and_all_metrics(answer: Command, made: Ma
     assert ["configuration", "optimizer.lr", "0.001", "0.01"] in rows
 
 
-def test_changes_of_the_same_size_are_told_apart(answer: Command, made: Made) -> None:
+def test_different_changes_of_the_same_size_differ(answer: Command, made: Made) -> None:
     made("a", git=git("a", mine="+1"))
     made("b", git=git("a", mine="+2"))
     one, other = json.loads(answer("job=compare", "runs=outputs/toy", "runs.format=json").out)["code"][

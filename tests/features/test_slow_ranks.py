@@ -16,7 +16,7 @@ from recipes.toy import toy_regression
 from framework import Datasets
 
 class Sleepy:
-    \"\"\"Takes so long on rank 1 that what else the machine does hardly matters.\"\"\"
+    \"\"\"Takes so long on rank 1 that other load on the machine doesn't matter.\"\"\"
     def __init__(self): self.data = toy_regression().train
     def __len__(self): return len(self.data)
     def __getitem__(self, index):

@@ -37,7 +37,7 @@ def whole_run(shared_run: Run) -> Path:
 
 @pytest.fixture
 def sharded_run(shared_run: Run) -> Path:
-    """On three processes; stopped in the second epoch."""
+    """A run on three processes that stopped in the second epoch."""
     return shared_run(*SHORT, *SHARDED, procs(3), f"trainer.max_steps={STOPPED}")
 
 

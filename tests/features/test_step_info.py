@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
 from framework import BatchInfo, Phase, StepOutput
 from tests.helpers import results
+from tests.helpers.recipes import write_recipe
 from tests.unit.small_trainer import make_trainer, settings
 
 CASES = "tests.features.contrastive_case"
@@ -26,9 +26,7 @@ def test_a_contrastive_loss_is_that_of_one_process(train, tmp_path):
         "trainer": {"max_epochs": 2, "log_every_n_steps": 1, "precision": "64-true"},
         "optimizer": {"lr": 0.1},
     }
-    file = tmp_path / "conf/recipe/contrastive.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+    write_recipe(tmp_path, "contrastive", recipe)
     whole = train("recipe=contrastive")
     for ranks in (2, 3):
         run_dir = train("recipe=contrastive", f"topology.procs_per_node={ranks}")
@@ -48,7 +46,7 @@ class Notes:
         return StepOutput(torch.zeros(()), 0)
 
 
-def test_it_tells_step_epoch_and_samples():
+def test_batch_info_has_step_epoch_and_samples():
     task = Notes()
     make_trainer(settings(accumulate_grad_batches=2), task=task).fit()
     assert task.seen[0] == BatchInfo(step=0, epoch=0, global_count=8, is_stand_in=False)

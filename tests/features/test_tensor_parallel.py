@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 
 from tests.helpers import results
+from tests.helpers.recipes import write_recipe
 
 CASES = "tests.features.tensor_parallel_case"
 SUPERVISED = {
@@ -38,9 +38,7 @@ def run(train, tmp_path):
         }
         if processes > 1:
             recipe["strategy"] = {"_target_": f"{CASES}.TensorParallel", "plan": PLAN, "ranks": ranks}
-        file = tmp_path / "conf/recipe/parallel.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"# @package _global_\n{yaml.safe_dump(recipe)}")
+        write_recipe(tmp_path, "parallel", recipe)
         return train("recipe=parallel", f"topology.procs_per_node={processes}", *overrides)
 
     return run

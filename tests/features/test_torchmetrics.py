@@ -102,7 +102,7 @@ def called_in_steps(context: Context) -> float:
 
 
 def test_ranks_may_call_metrics_unequally_often(rank_pool: RankPool) -> None:
-    """Whatever `dist_sync_on_step` says, which would wait for the others in each step."""
+    """`dist_sync_on_step` is ignored: with it, a metric would wait for the other ranks in each step."""
     assert rank_pool.run(called_in_steps) == [0.75, 0.75]
 
 

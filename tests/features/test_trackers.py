@@ -184,7 +184,7 @@ def test_names_that_mlflow_refuses_are_changed(train, tmp_path):
     assert folder.read_bytes() != other.read_bytes()
 
 
-def test_a_tracker_is_told_how_the_run_ended(train, tmp_path):
+def test_a_tracker_receives_the_runs_result(train, tmp_path):
     assert (train(*FAKE) / "fake").read_text().splitlines()[-2:] == ["final", "finish False"]
     (tmp_path / "falls.py").write_text("class Falls:\n    def on_train_step_end(self, report): 1 / 0\n")
     run_dir = train(*FAKE, "+callbacks.falls._target_=falls.Falls", status=1)

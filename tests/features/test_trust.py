@@ -156,7 +156,7 @@ def test_a_file_of_somebody_else_is_asked_for(command, own, name):
 
 @needs_root
 def test_a_group_counts_unless_it_is_ones_own(command, own, monkeypatch):
-    """As with umask 002: a group that has only its user is the default of Debian and Fedora."""
+    """With umask 002, the default of Debian and Fedora, each user has a group without other members."""
     for place in (own, *own.rglob("*")):
         if not place.is_symlink():
             place.chmod(place.stat().st_mode | 0o020)

@@ -89,7 +89,7 @@ def test_no_rate_is_suggested_without_a_falling_loss(train: Train, capfd: pytest
 
 @pytest.mark.exhaustive
 def test_ranks_agree_on_the_smallest_room(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
-    """And the global batches that they find give the same losses in one process, but for rounding."""
+    """In one process the global batch that they find gives the same losses, up to rounding."""
     adam = "optimizer=adam"
     early = "tune.early_stop_threshold=null"
     run_dir = train(*LIMITED, adam, early, TWO, "+model.most=88")

@@ -12,7 +12,7 @@ from recipes.toy import ToyModel
 
 
 class Limited(ToyModel):
-    """On rank 1 more than `most` samples, or any of the second model made (`late`), are too many.
+    """On rank 1, more than `most` samples don't fit, and with `late` no samples fit the second model.
 
     wrong: what it raises isn't about memory.
     """

@@ -21,6 +21,17 @@ from framework.types import FitInfo, StepInfo
 from recipes.toy import ToyModel
 from recipes.toy_model_parallel import ToyModelParallel
 
+RECORDED = (
+    "+callbacks.recorder._target_=tests.helpers.recorder.Recorder",
+    "trainer.limit_val_batches=0",
+    "checkpoint.monitor=null",
+)
+
+
+def on(gpus: int) -> str:
+    """Return the override for this number of GPUs."""
+    return f"trainer.gpus={gpus}"
+
 
 def task(name: str) -> tuple[str, ...]:
     """Return the overrides that replace the recipe's task by a class of this module."""

@@ -10,24 +10,16 @@ from typing import Any
 import pytest
 
 from tests.gpu import cases
+from tests.gpu.cases import RECORDED, on
 from tests.helpers import results
 
 Run = Callable[..., Path]
 CASES = cases.__name__
 TOY = ("recipe=toy", "logger=jsonl", "trainer.log_every_n_steps=1", "trainer.limit_test_batches=0")
-RECORDED = (
-    "+callbacks.recorder._target_=tests.helpers.recorder.Recorder",
-    "trainer.limit_val_batches=0",
-    "checkpoint.monitor=null",
-)
-
-
-def on(gpus: int) -> str:
-    return f"trainer.gpus={gpus}"
 
 
 def records(run_dir: Path, *names: str) -> list[list[Any]]:
-    """These entries of every step that the recorder wrote down."""
+    """Return these entries of every step that the recorder wrote."""
     lines = (run_dir / "record" / "rank_0.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [list(map(row.get, names)) for row in rows]

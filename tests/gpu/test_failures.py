@@ -85,7 +85,7 @@ def test_a_device_side_assert_during_exchanges(report: Callable[..., dict[str, A
 
 
 def test_a_device_side_assert_of_one_of_two(report: Callable[..., dict[str, Any]], gpus: int) -> None:
-    """On one GPU, so over gloo."""
+    """Both ranks share one GPU, so they communicate over gloo."""
     pair = ("topology.procs_per_node=2", "topology.gpus_per_process=1", f"topology.share_gpus={bool(gpus)}")
     found = report(*faulty("index", rank=1), *pair, "backend.timeout=20s")
     assert found["first"]["rank"] == 1
@@ -106,7 +106,7 @@ def test_a_restart_after_a_cuda_error(tmp_path: Path, gpus: int, no_memory_left:
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_a_device_assert_in_process_is_reported(tmp_path: Path, gpus: int, no_memory_left: None, strategy: str) -> None:
-    """With `launcher=in_process` there is no monitor: Python's own traceback is all there is, and no run goes on."""
+    """With `launcher=in_process` there is no monitor: Python's own traceback is the only report, and the run ends."""
     place = ("launcher=in_process", f"trainer.gpus={gpus}", f"strategy={strategy}")
     done = run_framework(*faulty("index"), *place, cwd=tmp_path, timeout=100)
     assert done.returncode != 0
@@ -120,7 +120,7 @@ def test_a_kill_in_backward(report: Callable[..., dict[str, Any]], gpus: int, tm
 
 
 def test_a_hang_of_one_of_two(report: Callable[..., dict[str, Any]], gpus: int, tmp_path: Path) -> None:
-    """On one GPU, so over gloo."""
+    """Both ranks share one GPU, so they communicate over gloo."""
     trouble.write_recipe(tmp_path, Fault("sleep", rank=1, phase="forward", step=3))
     pair = ("topology.procs_per_node=2", "topology.gpus_per_process=1", f"topology.share_gpus={bool(gpus)}")
     found = report("recipe=trouble", *pair, "backend.timeout=5s")

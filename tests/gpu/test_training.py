@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.gpu import cases
+from tests.gpu.cases import RECORDED, on
 from tests.helpers import results
 from tests.helpers.command import run_framework
 
@@ -24,15 +25,6 @@ CASES = cases.__name__
 SHORT = ("logger=jsonl", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1", "trainer.limit_test_batches=0")
 TOY = ("recipe=toy", *SHORT)
 DIGITS = ("recipe=digits", *SHORT, "optimizer=sgd", "scheduler=none", "model.conv_dropout=0", "model.dropout=0")
-RECORDED = (
-    "+callbacks.recorder._target_=tests.helpers.recorder.Recorder",
-    "trainer.limit_val_batches=0",
-    "checkpoint.monitor=null",
-)
-
-
-def on(gpus: int) -> str:
-    return f"trainer.gpus={gpus}"
 
 
 def device_line(gpus: int) -> str:
@@ -71,7 +63,7 @@ def write_lightning_recipe(folder: Path, size: int = 200) -> None:
 
 
 def records(run_dir: Path, *names: str) -> list[list[Any]]:
-    """These entries of every step that the recorder wrote down."""
+    """Return these entries of every step that the recorder wrote."""
     lines = (run_dir / "record" / "rank_0.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [list(map(row.get, names)) for row in rows]
@@ -214,7 +206,7 @@ def test_a_run_resumes_on_either_device(train: Run, gpus: int) -> None:
 
 
 def test_a_run_in_16_mixed_resumes_exactly(train: Run, gpus: int) -> None:
-    """With the loss scale, which an overflow has lowered."""
+    """The loss scale, which an overflow has lowered, is restored as well."""
     task = (*cases.task("Overflowing"), "+task.step=3")
     steps = (*TOY, *task, "trainer=deterministic", "trainer.precision=16-mixed", "optimizer=adam", on(gpus))
     whole = train(*steps, "trainer.max_steps=8")

@@ -44,7 +44,7 @@ class Started:
         return processes.marked(self.mark)
 
     def wait(self, *, timeout: float) -> int:
-        """Its exit status. Fails the test, with what was printed, if it takes longer."""
+        """Return its exit status. Fails the test, with what was printed, if it takes longer."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:

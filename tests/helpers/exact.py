@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 class Noisy(Dataset):
-    """Every sample is drawn anew with all three generators. Writes down which samples it was asked for."""
+    """Every sample is redrawn with all three generators. Notes which samples it was asked for."""
 
     def __init__(self, size, seed, notes=None):
         self.x = torch.randn(size, 1, 8, generator=torch.Generator().manual_seed(seed))

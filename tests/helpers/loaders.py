@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch.utils.data import Dataset
 
 from tests.helpers.contexts import CPU
 from tests.helpers.internals import EvalLoader, MapLoader, StreamLoader, plan_batches
+
+
+class Made(Dataset[Any]):
+    """Samples that a function makes of the index."""
+
+    def __init__(self, make: Callable[[int], Any], size: int) -> None:
+        self.make = make
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
 
 
 def eval_loader(

@@ -17,7 +17,7 @@ BATCH_SIZE = 20
 
 
 def toy_model(*, seed: int = 0) -> ToyModel:
-    """With the weights a run of this seed begins with; seeds the generators of this process."""
+    """Return the model with the first weights of a run with this seed. Seeds the generators of this process."""
     seed_everything(seed, rank=0)
     return ToyModel()
 

@@ -149,7 +149,7 @@ def _remove_leftovers() -> None:
 
 
 def namespaces() -> set[str]:
-    """Those that this module has made, in any process."""
+    """Return the namespaces that this module has made, in any process."""
     lines = _ip("netns", "list").splitlines()
     return {line.split()[0] for line in lines if line.startswith(f"{_PREFIX}-")}
 

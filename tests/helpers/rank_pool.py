@@ -90,7 +90,7 @@ def _start(ranks: int, store: Path) -> list[tuple[BaseProcess, Connection]]:
 
 
 def _answers(connections: list[Connection]) -> list[tuple[bool, Any]]:
-    """Of each rank, whether it succeeded, and its result or what went wrong."""
+    """Return for each rank if it succeeded, and its result or the error."""
     answers: dict[Connection, tuple[bool, Any]] = {}
     deadline = time.monotonic() + TIMEOUT_S
     while len(answers) < len(connections):

@@ -34,7 +34,7 @@ def hanging(*, context: Context) -> DDP:
 def _replace(
     name: str, *, before: Callable[..., Any] = lambda *_: None, after: Callable[..., Any] = lambda *_: None
 ) -> None:
-    """In this process, which the run has to itself."""
+    """Replace a function of torch.distributed in this process, which no other run uses."""
     real = getattr(dist, name)
 
     def replaced(*given: Any, **named: Any) -> Any:

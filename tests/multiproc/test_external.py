@@ -242,8 +242,8 @@ def test_the_first_rank_to_die_is_reported_once(victim: int, port: int, tmp_path
         ranks[0].wait_for_output("epoch 1 ")
         os.kill(ranks[victim].pid, signal.SIGKILL)
         assert ranks[1 - victim].wait() == 1
-        told = f"Rank {victim} of 2 (pid {ranks[victim].pid}) failed first"
-        assert ranks[1 - victim].stderr().count(told) == 1
+        header = f"Rank {victim} of 2 (pid {ranks[victim].pid}) failed first"
+        assert ranks[1 - victim].stderr().count(header) == 1
         first = json.loads((runs(tmp_path)[0] / "failure.json").read_text())["first"]
         assert (first["rank"], first["pid"]) == (victim, ranks[victim].pid)
     assert results.run_file(runs(tmp_path)[0])["status"] == "failed"

@@ -80,7 +80,7 @@ class Leaves:
             time.sleep(0.01)
 
     def copies(self):
-        '''A copy of the rank that goes on as the rank does.'''
+        '''Fork the rank; both processes continue as ranks.'''
         pid = os.fork()
         if pid:
             note(pid)

@@ -69,7 +69,7 @@ def test_ranks_get_torchruns_variables_and_the_world(
 
 @pytest.mark.parametrize("method", ["tcp", "file"])
 def test_ranks_meet_by_every_init_method(probe: Callable[..., Any], method: str) -> None:
-    """And wherever the run directory lies: torch cuts the path of a file at some letters."""
+    """The path of the run directory may have any letters; torch cuts the path of a file at some."""
     run_dir, _ = probe(2, f"backend.init_method={method}", "path.outputs='outputs/a#b?c%20d e'")
     assert json.loads((run_dir / "run.json").read_text())["status"] == "finished"
 

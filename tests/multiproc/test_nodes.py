@@ -181,7 +181,7 @@ def test_both_terminals_name_the_failed_rank(hosts: list[Host], tmp_path: Path, 
 def test_a_signal_to_one_node_ends_both(
     hosts: list[Host], tmp_path: Path, node: int, number: signal.Signals, statuses: list[int]
 ) -> None:
-    """With a checkpoint on Ctrl-C, with a report where a node is lost."""
+    """Ctrl-C leaves a checkpoint; a lost node leaves a report."""
     trouble.write_recipe(tmp_path, Fault(pause=PAUSE_S))
     with started_on_all(hosts, *LONG, f"backend.timeout={TIMEOUT_S}", cwd=tmp_path) as all_started:
         wait_for_step(tmp_path, all_started)

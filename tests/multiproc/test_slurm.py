@@ -109,7 +109,7 @@ def test_the_documented_batch_script_resumes(slurm: Cluster, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signalled_step_stops_with_a_checkpoint(slurm: Cluster, tmp_path: Path, number: signal.Signals) -> None:
-    """As `sbatch --signal=USR1@90` and a preemption send it."""
+    """`sbatch --signal=USR1@90` and a preemption send this signal."""
     trouble.write_recipe(tmp_path, Fault(pause=PAUSE_S))
     command = ("srun", "--nodes=2", "--ntasks-per-node=2", "--job-name=stopped", *FRAMEWORK)
     with slurm.started(*command, "recipe=trouble", *LONG, cwd=tmp_path) as started:

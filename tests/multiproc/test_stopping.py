@@ -59,7 +59,7 @@ def paused_pids(folder: Path, procs: int) -> list[int]:
 
 
 def send(number: signal.Signals, *, everyone: bool, rank_pid: int) -> None:
-    """To the command alone, or to all of its processes as terminals and schedulers do."""
+    """Send a signal to the command alone, or to all its processes, as terminals and schedulers do."""
     if everyone:
         server = psutil.Process(rank_pid).parent()
         assert server is not None

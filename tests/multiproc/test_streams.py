@@ -183,7 +183,7 @@ def test_training_resumes_exactly_within_an_epoch(rank_pool: RankPool, dataset: 
 
 
 def normalising() -> nn.Module:
-    """Its statistics are those of the inputs, whatever the weights become."""
+    """A model whose statistics depend on the inputs alone, not on its weights."""
     return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
 
 

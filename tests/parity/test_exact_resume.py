@@ -103,7 +103,7 @@ def test_a_killed_run_resumes_exactly(train: Train, tmp_path: Path, processes: i
 def test_a_killed_sharded_run_resumes_exactly(
     train: Train, tmp_path: Path, processes: int, options: tuple[str, ...]
 ) -> None:
-    """Of the weights with one row, one process has all and others nothing; each has its own statistics.
+    """One process holds all of the weights with one row, the others nothing; each has its own statistics.
 
     Two copies over two processes each compute in a short format, and parts of them again in the backward.
     """

@@ -98,7 +98,7 @@ def train_and_look(context: Context, *, looks: bool) -> tuple[list[dict[str, Ten
 
 
 def test_ranks_agree_after_each_average_only(rank_pool: RankPool) -> None:
-    """With a warm-up of two steps, and averages every three: nor do evaluations move weights or their averages."""
+    """Two steps of warm-up, then an average every three steps. Evaluations change neither weights nor averages."""
     plain = rank_pool.run(train_and_look, looks=False, ranks=3)
     watched = rank_pool.run(train_and_look, looks=True, ranks=3)
     weights_of_ranks = [weights for weights, _ in plain]

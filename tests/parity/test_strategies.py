@@ -1,7 +1,7 @@
 """Every strategy on two to four ranks ends at the weights of a plain loop in one process with the same global batches.
 
-In 64 bits, which tell any mistake from rounding; those that send or compute in short numbers by a loop that rounds as
-they do.
+Computed in 64 bits, where any mistake is larger than rounding. Strategies that send or compute in shorter formats are
+compared with a loop that rounds as they do.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def end_as_a_loop(pool: RankPool, strategy: str, how: How, *, ranks: int, tolera
     ],
 )
 def test_it_ends_as_a_plain_loop(rank_pool: RankPool, strategy: str, ranks: int) -> None:
-    """With accumulation, clipping by the norm of all gradients, recomputed activations and channels last."""
+    """The runs accumulate, clip by the norm of all gradients, recompute activations and use channels last."""
     end_as_a_loop(rank_pool, strategy, FULL, ranks=ranks, tolerance=1e-9)
 
 

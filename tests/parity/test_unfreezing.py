@@ -107,7 +107,7 @@ class Thawing:
     ids=lambda case: case.strategy,
 )
 def test_training_ends_where_a_plain_loop_does(rank_pool: RankPool, case: Thawing) -> None:
-    """With clipping by the norm of what is trained; momentum and weight decay must not move what is frozen."""
+    """Gradients are clipped by the norm of what is trained; momentum and weight decay don't move what is frozen."""
     for found in rank_pool.run(weights_after_thawing, case.strategy, case.options, ranks=case.ranks):
         results.assert_same(found, {name: plain(case.copies)[name] for name in found}, tolerance=1e-9)
 

@@ -78,7 +78,7 @@ class How(NamedTuple):
         return PrecisionPlugin(self.precision, device=torch.device("cpu"), channels_last=self.channels_last)
 
     def model(self, *, seed: int = 0) -> nn.Module:
-        """As the engine makes it."""
+        """Return the model as the engine makes it."""
         torch.manual_seed(seed)
         model = self.plugin().convert_model(NETWORKS[self.network]())
         apply_activation_checkpointing(model, self.recomputed or None)
@@ -171,7 +171,7 @@ def train(context: Context, strategy: str, how: How, **options: Any) -> Trained:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Of parameters and buffers, whole. Every rank must call it."""
+    """Return whole parameters and buffers by name. Every rank must call it."""
     return {name: full_tensor(value.detach()).clone() for name, value in model.state_dict().items()}
 
 

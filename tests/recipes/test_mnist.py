@@ -129,7 +129,7 @@ def test_packed_and_unpacked_files_stay_unchanged(data: Datasets, data_root: Pat
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.usefixtures("own_state")
 def test_missing_files_are_downloaded_once(data: Datasets, data_root: Path, tmp_path: Path, monkeypatch) -> None:
-    """By one of those that ask; a damaged one is replaced."""
+    """One of the processes that need them downloads them; a damaged file is replaced."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     source = file_of(data_root, IMAGES.format("train")).parent
     raw = tmp_path / "MNIST" / "raw"

@@ -1,4 +1,4 @@
-"""What the documentation tells people to type works: it composes, fits its targets, and its own example trains."""
+"""Documented commands work: they compose, fit their targets, and the example of an own recipe trains."""
 
 from __future__ import annotations
 

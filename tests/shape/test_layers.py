@@ -124,7 +124,7 @@ def test_recipes_use_public_names_only() -> None:
 
 
 def test_tests_import_only_rooms() -> None:
-    """So that moving a module or a function within the framework changes one file of the tests."""
+    """Moving a module or a function within the framework then changes one file of the tests."""
     for name, module in TESTS.items():
         if name != internals.__name__:
             assert [*beyond_the_doors(module), *patched_by_name(module)] == []

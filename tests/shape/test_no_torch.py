@@ -34,7 +34,7 @@ raise ImportError("torch was imported")
 
 @pytest.fixture
 def tripwire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """From here on every process that imports torch writes to this file how it came to it."""
+    """Every process that imports torch from now on writes its call stack to this file."""
     package = tmp_path / "stand_in" / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN)

@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That a checkpoint outlives a power cut is tested where it is written; elsewhere it would only take time."""
+    """Replace fsync, which only takes time here: tests of the writer show that a checkpoint outlives a power cut."""
     monkeypatch.setattr(os, "fsync", lambda _: None)

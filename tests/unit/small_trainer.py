@@ -48,7 +48,7 @@ STEPS_PER_EPOCH = 6
 
 
 class Squares:
-    """Mean squared error; training and validation alike."""
+    """Mean squared error, in training and validation."""
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         inputs, targets = batch

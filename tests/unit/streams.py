@@ -73,7 +73,7 @@ class Stateful(Parts):
 
 
 class KeepsItsPosition(Stateful):
-    """It goes back to the start only at the end, as StatefulDataLoader does."""
+    """Returns to the start only at its end, as StatefulDataLoader does."""
 
     def __iter__(self) -> Iterator[Sample]:
         self.position = self.begin or self.position
@@ -89,7 +89,7 @@ class KeepsItsPosition(Stateful):
 
 
 class Drawing(IterableDataset[tuple[int, float, float]]):
-    """Its samples are drawn."""
+    """Draws its samples from the generator."""
 
     def __iter__(self) -> Iterator[tuple[int, float, float]]:
         for number in range(10):

@@ -214,7 +214,7 @@ class Spread(nn.Module):
 def test_device_generators_are_saved_for_any_call(
     module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], indices: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With fake tensors of GPUs: torch looks for devices among what it gives to `get_device_states`."""
+    """Tensors of GPUs are fakes: torch looks for devices in the arguments of `get_device_states`."""
     seen: list[set[torch.device]] = []
 
     def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:

@@ -135,7 +135,7 @@ def export(tmp_path):
 
 
 def computed(path: Path, x: Tensor) -> Tensor:
-    """By plain code, from the file alone."""
+    """Return what plain code computes from the file alone."""
     if path.suffix == ".pt2":
         found: Tensor = torch.export.load(path).module()(x)
         return found

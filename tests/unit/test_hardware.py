@@ -115,7 +115,7 @@ class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818 (NVML's name)
 
 @pytest.mark.parametrize("error", [NVMLError_LibraryNotFound("no library"), NVMLError_DriverNotLoaded("no library")])
 def test_an_unreachable_driver_is_an_error(nvml, monkeypatch, tmp_path, error):
-    """As in containers that have the device and not the library."""
+    """Some containers have the device without the library."""
     (tmp_path / "nvidiactl").touch()
     monkeypatch.setattr(hardware_module, "_DRIVER_DEVICE", tmp_path / "nvidiactl")
     nvml(on_init=error)

@@ -77,7 +77,7 @@ class Cut:
     ],
 )
 def test_training_is_cut_to_whole_optimizer_steps(cut: Cut) -> None:
-    """Into however many parts a pipeline cuts each batch, and however many processes there are."""
+    """Neither the parts of a pipeline's batch nor the number of processes change it."""
     settings = config(limit_train_batches=cut.limit, accumulate_grad_batches=cut.accumulate).trainer
     for parts, procs in ((1, 1), (4, 1), (1, 4)):
         size = 4 * procs * cut.accumulate

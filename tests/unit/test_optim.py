@@ -20,7 +20,7 @@ from tests.helpers.internals import Schedule, SchedulerConfig, restore_optimizer
 
 
 def sgd(lr: float = 1.0) -> torch.optim.SGD:
-    """With a gradient of 1 for its one number, which is 1 at first."""
+    """Return SGD of one parameter of value 1, whose gradient is 1."""
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     return torch.optim.SGD([parameter], lr=lr)

@@ -96,7 +96,7 @@ class Costs:
     ],
 )
 def test_memory_traffic_and_checkpoint(case: Costs):
-    """As multiples of the size of the model, whose optimizer keeps one value for each parameter."""
+    """The optimizer keeps one value for each parameter."""
     found = facts("recipe=toy", "optimizer.momentum=0.9", *case.overrides, model=LARGE, procs=case.procs)
     usual = {"parameters": 1, "gradients": 1, "optimizer": 1}
     names = ("buckets", "buffers", "averages", "anchors", "errors")

@@ -40,7 +40,7 @@ def rank_status() -> Iterator[RankStatus]:
 
 @pytest.fixture
 def reader(rank_status: RankStatus) -> Iterator[RankStatus]:
-    """Of the same memory."""
+    """Return another view of the same memory."""
     made = RankStatus.of_process(os.getpid(), rank_status.fd)
     yield made
     made.close()
@@ -70,8 +70,14 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def test_what_a_rank_says_is_read(rank_status: RankStatus, reader: RankStatus) -> None:
     status = reader.read()
-    assert (status.phase, status.step, status.collectives, status.received_signal) == (RankPhase.STARTING, 0, 0, 0)
-    assert (status.pid, status.is_done, reader.failure(), reader.stacks()) == (0, False, None, "")
+    assert status.phase == RankPhase.STARTING
+    assert status.step == 0
+    assert status.collectives == 0
+    assert status.received_signal == 0
+    assert status.pid == 0
+    assert status.is_done == 0
+    assert reader.failure() is None
+    assert reader.stacks() == ""
     rank_status.set_phase(RankPhase.BACKWARD)
     rank_status.finish_step(12)
     rank_status.beat(34)
@@ -102,7 +108,7 @@ def test_it_survives_sigkill() -> None:
 
 
 def test_a_long_record_loses_its_middle(rank_status: RankStatus, reader: RankStatus) -> None:
-    """In JSON one letter takes up to twelve bytes."""
+    """One letter takes up to twelve bytes in JSON."""
     for letter, size in (("x", 70_000), ("\U0001f389", 30_000)):
         text = f"begin {letter * size} end"
         rank_status.record_failure({"exception": text, "traceback": text, "time": 1.5})

@@ -13,7 +13,7 @@ from tests.unit.config.raw import raw_config
 
 @pytest.mark.parametrize(("launcher", "shared"), [("auto", False), ("external", False), ("local", True)])
 def test_cores_bound_by_srun_are_not_divided(monkeypatch, launcher, shared):
-    """In the second of two tasks of srun's, with eight cores each."""
+    """This process is the second of two tasks of srun with eight cores each."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     bound = {"STEP_TASKS_PER_NODE": "2", "LOCALID": "1", "CPU_BIND_TYPE": "mask_cpu:", "CPU_BIND_LIST": "0xFF,0xFF00"}
     for name, value in bound.items():

@@ -155,7 +155,7 @@ def test_the_median_is_of_the_others(own: list[float]) -> None:
     assert excesses(table, "data") == pytest.approx(expected, abs=1e-12)
 
 
-# In trainings, by a clock that goes on where a rank works, and where ranks meet to that of the last one
+# In trainings. A rank's clock advances while it works; where ranks meet, all clocks are set to the latest one.
 
 PLACES = ("data", "forward", "backward", "callbacks")
 """Where a rank may be slow."""
@@ -234,7 +234,7 @@ class Working(nn.Module):
 
 
 class Worked:
-    """As a dataset one that takes time for each batch, as a callback for each step."""
+    """Takes time for each batch as a dataset, and for each step as a callback."""
 
     def __init__(self, clock: WorkClock, size: int = 0) -> None:
         self.clock = clock

@@ -50,7 +50,7 @@ def made(clock: Host) -> StepTimer:
 
 
 def settled(watch: StepTimer, clock: Host) -> StepTimer:
-    """With the first log behind it."""
+    """Return a timer after its first log."""
     watch.start()
     watch.set_phase(RankPhase.DATA)
     step(watch, clock, 1, data=1000)

@@ -21,7 +21,7 @@ SCHEDULE = {**OPTIMIZER, "supplied": ("total_steps",)}
 
 
 def node(name: str, **keywords: Any) -> dict[str, Any]:
-    """Of the fake of this name, or of what is named in full."""
+    """Return a node for the fake of this name, or for a full name."""
     return {"_target_": name if "." in name else f"{FAKES}.{name}", **keywords}
 
 

@@ -74,7 +74,7 @@ def test_shared_gpus_wrap_around_and_each_is_used(procs, span, least, gpus):
 
 
 def _possible(procs: int | None, span: int | None, least: int, gpus: int) -> bool:
-    """By search over all answers instead of by rules."""
+    """Search all answers instead of applying rules."""
     if gpus == 0:
         return span is None or span >= least
     if span is not None:

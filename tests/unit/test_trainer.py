@@ -211,7 +211,7 @@ def test_it_logs_regularly_and_at_the_end() -> None:
 
 
 class Slow(Squares):
-    """A step takes 1 s and a batch of validation 1,000, by a clock that goes on only here."""
+    """A step takes 1 s and a batch of validation 1,000, by a clock that only this task advances."""
 
     now = 100.0
 

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("own_state", "no_waiting_for_the_disk")
 
 
 def resume(trainer: Trainer, state: dict[str, Any]) -> None:
-    """As a run does it, but for the generators."""
+    """Restore as a run does, except for the generators."""
     trainer.state.bare_model.load_state_dict(state["model"])
     trainer.load_state_dict(state["training"])
 
@@ -129,7 +129,7 @@ def test_background_and_waiting_saves_are_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("from_step", [1, 3])
 def test_a_self_modifying_model_is_saved_correctly(tmp_path: Path, from_step: int) -> None:
-    """Even if torch doesn't count the change."""
+    """Torch's version counter misses the change."""
 
     class Drifting(nn.Linear):
         def __init__(self) -> None:
@@ -176,7 +176,7 @@ def test_a_failing_last_save_is_retried(tmp_path: Path, recovers: bool) -> None:
 
 
 class Noisy(nn.Module):
-    """Has all that a checkpoint must bring back: parameters, buffers that training moves, draws of a generator."""
+    """Has all that a checkpoint must restore: parameters, buffers that training changes, a generator's draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Distilled(nn.Module):
 def test_a_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, optimizer: Any, accumulate: int, stopped_at: int
 ) -> None:
-    """After 1 step, in mid-epoch, and at the end of an epoch (of 6, or of 3 steps when two batches make one)."""
+    """It stops after 1 step, within an epoch, and at its end (of 6 steps, or 3 where two batches make one)."""
     rates = {"lr": 0.01} if optimizer is Adam else {"lr": 0.05, "momentum": 0.9}
 
     def make(folder: Path, *, max_steps: int, numbers: Numbers) -> Trainer:
@@ -283,7 +283,7 @@ def test_resuming_a_finished_run_saves_nothing_again(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_chooses_its_own_kernels() -> None:
-    """Not those of the saved run, which may have had another device or a sharded model."""
+    """The saved run may have had another device or a sharded model."""
     before, after = (make_trainer(optimizer=partial(SGD, lr=0.05, foreach=own)).state for own in (True, False))
     after.load_state_dict(before.state_dict()["training"])
     assert [parts.optimizer.param_groups[0]["foreach"] for parts in (before, after)] == [True, False]

@@ -58,7 +58,7 @@ def run_what_is_for_a_gpu_on_the_cpu() -> None:
 
 
 def time_for_some_seconds() -> None:
-    """As on a GPU: until the seconds are over, over several epochs, whoever trains."""
+    """Each contestant trains until the seconds are over, over several epochs, as on a GPU."""
 
     class Seconds(on_gpu.Place):
         def window(self, warm_up: int, steps: int) -> on_gpu.Window:

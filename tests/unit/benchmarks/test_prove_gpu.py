@@ -86,7 +86,7 @@ def processes_of(folder: Path) -> list[str]:
 def test_a_cut_run_names_its_test_and_failures(
     fake_tests: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And ends what the test has started, in a session of its own, too. The cut is a signal's, so no time matters."""
+    """It also ends what the test has started, even in another session. A signal cuts it, so no time matters."""
     stopper = threading.Thread(target=ask_to_end_once, args=(fake_tests / "hangs", monkeypatch))
     stopper.start()
     report = prove_gpu.Report(fake_tests / "GPU.md", ["# head"])

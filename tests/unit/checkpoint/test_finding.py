@@ -174,7 +174,7 @@ def test_other_directories_are_skipped(folder: Path, damage: Callable[[Path], ob
 
 
 def test_a_checkpoint_newer_than_last_is_never_taken(folder: Path) -> None:
-    """It is left of training that was given up, by a resumption from an older one."""
+    """Such a checkpoint belongs to training that was abandoned by resuming from an older one."""
     point_checkpoint(LocalStorage(folder), "last", step=20)
     flip(folder / STEP_20 / "training.pt")
     assert chosen(folder)[0] == STEP_10

@@ -281,7 +281,7 @@ def test_a_malicious_index_is_refused_and_runs_nothing(
 
 
 class PicklesEnumsByName(pickle.Pickler):
-    """As Python 3.11.2 does."""
+    """Pickles enums by name, as Python 3.11.2 does."""
 
     def reducer_override(self, value: object) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented

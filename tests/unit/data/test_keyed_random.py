@@ -107,7 +107,7 @@ def test_repeated_samples_are_transformed_differently(options: LoaderOptions, ba
 
 
 @pytest.mark.parametrize("options", [IN_PROCESS, TWO_WORKERS], ids=["in process", "workers"])
-def test_a_repeated_sample_is_augmented_anew(options: LoaderOptions) -> None:
+def test_each_repeat_of_a_sample_is_augmented_differently(options: LoaderOptions) -> None:
     dataset = Draws(random.random)
     wanted = numbers(dataset, options, sampler=Repeating())
     assert len(set(wanted)) == SIZE
@@ -227,7 +227,7 @@ def test_two_generators_draw_different_numbers() -> None:
 
 
 def test_loading_leaves_generators_as_they_were() -> None:
-    """They may be used elsewhere, such as by the task."""
+    """The generators may be used elsewhere, for example by the task."""
     own = np.random.default_rng(3)
     wanted = np.random.default_rng(3).random(4).tolist()
     drawn = []

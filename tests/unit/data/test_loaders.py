@@ -7,7 +7,6 @@ import os
 import random
 import signal
 from collections import OrderedDict
-from collections.abc import Callable
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from framework import TensorSamples
 from framework.errors import DataError, RunError
@@ -30,7 +29,7 @@ from tests.helpers.internals import (
     prefetch,
     to_device,
 )
-from tests.helpers.loaders import eval_loader, micro_batches
+from tests.helpers.loaders import Made, eval_loader, micro_batches
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -44,20 +43,6 @@ TENSORS = TensorDataset(X, LABEL)
 IN_PROCESS = LoaderOptions("dataloader", 0)
 WORKERS = LoaderOptions("dataloader", 1)
 RESIDENT = LoaderOptions("resident")
-
-
-class Made(Dataset[Any]):
-    """Samples that a function makes of the index."""
-
-    def __init__(self, make: Callable[[int], Any], size: int = SIZE) -> None:
-        self.make = make
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
 
 
 class Doubled(TensorDataset):
@@ -107,9 +92,12 @@ def epoch_of(loaders: list[MapLoader], epoch: int, start: int = 0, *, dataset: A
 
 WAYS: dict[str, tuple[Any, LoaderOptions]] = {
     "tensors": (TENSORS, LoaderOptions()),
-    "one by one": (Made(TENSORS.__getitem__), IN_PROCESS),
-    "workers": (Made(TENSORS.__getitem__), WORKERS),
-    "decoded": (Made(lambda i: {"x": (np.arange(3) + i, np.float32(i)), "i": i, "b": torch.tensor(i > 9)}), RESIDENT),
+    "one by one": (Made(TENSORS.__getitem__, SIZE), IN_PROCESS),
+    "workers": (Made(TENSORS.__getitem__, SIZE), WORKERS),
+    "decoded": (
+        Made(lambda i: {"x": (np.arange(3) + i, np.float32(i)), "i": i, "b": torch.tensor(i > 9)}, SIZE),
+        RESIDENT,
+    ),
     "subset": (Subset(Subset(TENSORS, range(0, SIZE, 2)), [99, -1, *range(40)]), LoaderOptions()),
     "rows": (
         TensorSamples(X, LABEL, rows=LABEL.flip(0)[:90], transform=lambda b, _: [2 * b[0], b[1]]),
@@ -202,7 +190,7 @@ PARTS.append(TensorSamples(torch.arange(10, 23), torch.zeros(13), transform=nois
     ids=["samples", "batches", "joined"],
 )
 def test_transforms_depend_on_seed_epoch_and_position(dataset, loading, other):
-    """On neither ranks nor workers nor the batch a sample comes in; and torch's own generators aren't touched."""
+    """Ranks, workers and the sample's batch have no influence. Torch's own generators don't change."""
     before = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state(legacy=False)["state"]
     wanted = drawn(dataset, loading)
     assert len(wanted) == len(set(wanted.values())) == 23
@@ -259,7 +247,7 @@ def test_a_limit_shortens_the_epoch():
 
 @pytest.mark.parametrize("way", ["tensors", "one by one"])
 def test_another_plan_takes_the_same_samples(way):
-    """As a loader made for it would; also after an epoch that was left early."""
+    """The samples are those of a loader made for the other plan, also after an epoch that was left early."""
     dataset, loading = WAYS[way]
     loader = make_train(dataset, batch_size=2, options=loading)
     left: Any = loader.epoch(0)
@@ -298,8 +286,11 @@ def broken(index: int) -> Tensor:
 def test_a_sample_that_fails_is_named(loading):
     before = torch.get_rng_state()
     for dataset, words in (
-        (Subset(Made(broken), range(14)), r"\ASample 13 of the train dataset raised ValueError: bad image\n  /"),
-        (Subset(Made(broken), range(14, 18)), r"\ASamples \[0, 1, 2, 3\] of the train dataset don't make a batch"),
+        (Subset(Made(broken, SIZE), range(14)), r"\ASample 13 of the train dataset raised ValueError: bad image\n  /"),
+        (
+            Subset(Made(broken, SIZE), range(14, 18)),
+            r"\ASamples \[0, 1, 2, 3\] of the train dataset don't make a batch",
+        ),
     ):
         loader = make_train(dataset, shuffle=False, options=loading)
         with pytest.raises(RunError, match=words) as caught:

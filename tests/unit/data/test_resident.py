@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from framework import TensorSamples
 from framework.errors import DataError
@@ -22,7 +22,7 @@ from tests.helpers.internals import (
     batch_source,
     loader_module,
 )
-from tests.helpers.loaders import eval_loader
+from tests.helpers.loaders import Made, eval_loader
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -35,21 +35,7 @@ JOINED: Any = ConcatDataset([TENSORS, TENSORS])
 GENERATOR = torch.Generator()
 
 
-class Made(Dataset[Any]):
-    """Samples that a function makes of the index."""
-
-    def __init__(self, make: Any, size: int = 10) -> None:
-        self.make = make
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
-
-
-OWN = Made(lambda i: torch.full((100,), float(i)))
+OWN = Made(lambda i: torch.full((100,), float(i)), 10)
 
 
 @pytest.fixture(autouse=True)

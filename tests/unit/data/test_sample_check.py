@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from framework import TensorSamples
 from framework.errors import CheckpointError, RunError
 from tests.helpers.internals import DataIdentity, LoaderOptions, MapLoader, plan_batches
-from tests.helpers.loaders import micro_batches
+from tests.helpers.loaders import Made, micro_batches
 
 CPU = torch.device("cpu")
 SIZE = 12
@@ -24,20 +23,6 @@ SIZE = 12
 pytestmark = pytest.mark.usefixtures("own_state")
 IN_PROCESS = LoaderOptions(num_workers=0)
 ONE_WORKER = LoaderOptions(num_workers=1)
-
-
-class Made(Dataset[Any]):
-    """Samples that a function makes of the index."""
-
-    def __init__(self, make: Callable[[int], Any], size: int = SIZE) -> None:
-        self.make = make
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
 
 
 def loader(dataset: Any, options: LoaderOptions = IN_PROCESS, *, seed: int = 5, **how: Any) -> MapLoader:
@@ -68,13 +53,13 @@ def unseeded_collate(samples: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("dataset", "collate_fn", "said"),
     [
-        (Subset(Made(lambda _: SYSTEM.random()), range(8)), None, "a Subset of Made, can't be repeated: sample"),
-        (Made(lambda i: {"x": i, "y": [0, next(COUNT)]}), None, "at ['y'][1], differs"),
-        (Made(lambda _: np.random.default_rng().random(3)), None, "differs when it is loaded twice"),
+        (Subset(Made(lambda _: SYSTEM.random(), SIZE), range(8)), None, "a Subset of Made, can't be repeated: sample"),
+        (Made(lambda i: {"x": i, "y": [0, next(COUNT)]}, SIZE), None, "at ['y'][1], differs"),
+        (Made(lambda _: np.random.default_rng().random(3), SIZE), None, "differs when it is loaded twice"),
         (TensorSamples(torch.zeros(SIZE, 2), transform=unseeded), None, "a TensorSamples, can't be repeated: what its"),
-        (Made(float), unseeded_collate, "the batch that its collate function makes"),
-        (Made(lambda i: i + random.random()), None, None),
-        (Made(lambda i: {"x": torch.full((2,), np.nan), "name": f"{i}", "none": i}), None, None),
+        (Made(float, SIZE), unseeded_collate, "the batch that its collate function makes"),
+        (Made(lambda i: i + random.random(), SIZE), None, None),
+        (Made(lambda i: {"x": torch.full((2,), np.nan), "name": f"{i}", "none": i}, SIZE), None, None),
         (TensorDataset(torch.zeros(SIZE, 2)), None, None),
     ],
     ids=["system", "counted", "new", "batches", "collate", "seeded", "fixed", "tensors"],
@@ -113,7 +98,10 @@ def test_the_check_leaves_no_trace():
     before = torch.get_rng_state(), random.getstate()
     batches: Any = loader(dataset).epoch(0)
     window = next(batches)
-    assert (dataset.number, dataset.seen, dataset.opened, dataset.by_index) == (0, [], None, {})
+    assert dataset.number == 0
+    assert dataset.seen == []
+    assert dataset.opened is None
+    assert dataset.by_index == {}
     assert dataset.generator.bit_generator.state == state
     next(window.micro_batches)
     assert dataset.number == len(dataset.seen) == 4
@@ -136,7 +124,7 @@ class FailsOnce:
 
 @pytest.mark.parametrize("options", [IN_PROCESS, ONE_WORKER], ids=["in process", "worker"])
 def test_a_sample_that_fails_once_ends_the_run(options):
-    loading = loader(Made(FailsOnce()), options)
+    loading = loader(Made(FailsOnce(), SIZE), options)
     said = r"(?s)\ASample 0 of the train dataset raised ValueError: bad disk\n.*in __call__: raise ValueError"
     with pytest.raises(RunError, match=said):
         next(loading.epoch(0))
@@ -158,7 +146,7 @@ def two_rows(samples: list[Any]) -> Any:
 def test_a_collate_function_may_refuse_four_samples(capfd, options):
     plan = plan_batches(batch_size=6, global_batch_size=None, world_size=1, accumulate=1)
     options = LoaderOptions(options.kind, options.num_workers, collate_fn=two_rows)
-    loading = MapLoader(Made(float), split="train", plan=plan, rank=0, device=CPU, options=options)
+    loading = MapLoader(Made(float, SIZE), split="train", plan=plan, rank=0, device=CPU, options=options)
     assert [batch.shape for batch in loaded(loading)] == [(2, 3), (2, 3)]
     shown = capfd.readouterr().out
     assert shown.count("Whether the batches of the train dataset can be repeated was not checked") == 1
@@ -195,9 +183,9 @@ def saved(loading: MapLoader, epoch: int = 0) -> DataIdentity:
 ROWS = torch.arange(24.0).view(SIZE, 2)
 SAME: dict[str, tuple[Any, Any]] = {
     "rows": (TensorDataset(ROWS, ROWS[:, 0].long()), TensorDataset(ROWS + 1e-6, ROWS[:, 0].long())),
-    "samples": (Made(plain), Made(plain)),
-    "random": (Made(drawn), Made(lambda index: torch.rand(3) - index)),
-    "staged": (Staged(plain), Staged(plain)),
+    "samples": (Made(plain, SIZE), Made(plain, SIZE)),
+    "random": (Made(drawn, SIZE), Made(lambda index: torch.rand(3) - index, SIZE)),
+    "staged": (Staged(plain, SIZE), Staged(plain, SIZE)),
     "transformed": (
         TensorSamples(ROWS, transform=lambda batch, _: [batch[0] + 1]),
         TensorSamples(ROWS, transform=lambda batch, _: [batch[0] + 2]),
@@ -208,7 +196,7 @@ SAME: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("kind", SAME)
 @pytest.mark.parametrize("options", [IN_PROCESS, ONE_WORKER], ids=["in process", "worker"])
 def test_a_resumed_epoch_takes_the_same_data(kind, options):
-    """Also if it is loaded in another way, was cut, and is resumed in a later epoch than the run began with."""
+    """Loading in another way, a limit, and a resume in a later epoch than the first change nothing."""
     first, second = SAME[kind]
     identity = saved(loader(first, shuffle=True), epoch=2)
     resumed = loader(second, options, shuffle=True, limit=2)
@@ -221,15 +209,20 @@ def renamed(index: int) -> Any:
 
 
 OTHERS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
-    "grown": (Made(plain), Made(plain, 13), {}, "13 samples, and was 12 samples"),
-    "shrunk": (Made(plain), Made(plain, 8), {}, "8 samples, and was 12 samples"),
-    "seed": (Made(plain), Made(plain), {"seed": 6}, "another order"),
-    "not shuffled": (Made(plain), Made(plain), {"shuffle": False}, "another order"),
+    "grown": (Made(plain, SIZE), Made(plain, 13), {}, "13 samples, and was 12 samples"),
+    "shrunk": (Made(plain, SIZE), Made(plain, 8), {}, "8 samples, and was 12 samples"),
+    "seed": (Made(plain, SIZE), Made(plain, SIZE), {"seed": 6}, "another order"),
+    "not shuffled": (Made(plain, SIZE), Made(plain, SIZE), {"shuffle": False}, "another order"),
     "rows": (TensorDataset(ROWS), TensorDataset(ROWS.flip(0)), {}, "Rows of the train dataset are others"),
     "labels": (TensorDataset(ROWS.long()), TensorDataset(ROWS.long() + 1), {}, "Rows of the train dataset"),
-    "renamed": (Made(plain), Made(renamed), {}, r"Samples \d+, \d+, \d+, \d+ of the train dataset are others"),
-    "floats": (Made(float), Made(lambda index: index + 1.0), {}, "Samples"),
-    "another kind": (Made(plain), Made(lambda index: (index,)), {}, "are others"),
+    "renamed": (
+        Made(plain, SIZE),
+        Made(renamed, SIZE),
+        {},
+        r"Samples \d+, \d+, \d+, \d+ of the train dataset are others",
+    ),
+    "floats": (Made(float, SIZE), Made(lambda index: index + 1.0, SIZE), {}, "Samples"),
+    "another kind": (Made(plain, SIZE), Made(lambda index: (index,), SIZE), {}, "are others"),
 }
 
 

@@ -122,7 +122,7 @@ def scaled(size: int = SIZE) -> Any:
 
 
 @pytest.mark.parametrize("options", [LoaderOptions(), LoaderOptions(num_workers=1)], ids=["resident", "worker"])
-def test_a_transform_of_batches_is_told(options: LoaderOptions) -> None:
+def test_a_transform_of_batches_gets_the_epoch(options: LoaderOptions) -> None:
     loading = loader(Subset(scaled(), range(6)), options)
     try:
         for epoch in (0, 1, 7):
@@ -201,7 +201,7 @@ def test_a_wrapper_may_pass_on_another_epoch() -> None:
 
 @pytest.mark.parametrize("options", WAYS[:2], ids=NAMES[:2])
 def test_evaluation_sets_the_epoch_of_the_weights(options: LoaderOptions) -> None:
-    """Its dataset is often part of the one that is trained on."""
+    """An evaluation's dataset is often part of the one that is trained on."""
     train, val = random_split(Samples(), [6, 2])
     evaluation = eval_loader(val, batch_size=2, options=options)
     training = loader(train, options)
@@ -227,7 +227,7 @@ class Stream(Noting, IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("in_worker", [False, True])
-def test_what_a_stream_holds_is_told(in_worker: bool) -> None:
+def test_parts_of_a_stream_get_the_epoch(in_worker: bool) -> None:
     loading = make_loader(Stream(), collate_fn=Stack(), in_worker=in_worker)
     try:
         for epoch in (0, 1, 5):

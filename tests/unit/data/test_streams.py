@@ -75,7 +75,7 @@ def target_of(micro: Any) -> list[float]:
 
 
 def read(context: Context, cases: Sequence[Case]) -> list[Any]:
-    """Of each case: windows of epoch 1, the same from a resumed loader, then epoch 2 of both, and of an evaluation."""
+    """Return for each case the windows of epoch 1, those of a resumed loader, epoch 2 of both, and an evaluation."""
     exchange = opened(context)
     found = []
     for case in cases:
@@ -141,7 +141,7 @@ CASES = (
 
 @pytest.mark.multiproc
 def test_every_sample_is_taken_once_in_step(rank_pool: RankPool) -> None:
-    """In training and evaluation, of a shared stream and of shards of any lengths; resumed after any step."""
+    """This holds in training and evaluation, for a shared stream, for shards of any lengths, and after a resume."""
     by_rank = rank_pool.run(read, CASES, ranks=3)
     for case, *found in zip(CASES, *by_rank, strict=True):
         runs = [windows for windows, _ in found]
@@ -316,7 +316,7 @@ def compared(context: Context, changes: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.multiproc
 def test_ranks_with_different_shared_streams_are_named(rank_pool: RankPool) -> None:
-    """By content or by length; processors may differ in the last digits of what they compute."""
+    """Streams differ by content or length, not by the last digits, which depend on the processor."""
     same = [{}, {"mean": torch.tensor([0.5000001, 1.5, float("nan")])}]
     ends = rank_pool.run(compared, [*same, *DIFFERENT])
     assert ends[0] == ends[1]
@@ -385,7 +385,7 @@ def test_a_stateful_stream_is_not_reread(make: Any) -> None:
     ("make", "in_worker"), [(KeepsItsPosition, False), (KeepsItsPosition, True), (Stateful, False)]
 )
 def test_an_epoch_after_a_cut_one_restarts(make: Any, in_worker: bool) -> None:
-    """By a limit or left early, also one that was resumed."""
+    """The epoch was cut by a limit, or left early; it may have been resumed."""
     loader = make_loader(make([7]), limit=5, in_worker=in_worker)
     loader.load_state_dict([state_at(2)], samples=2)
     for epoch, start in ((0, 2), (1, 0), (2, 0), (3, 0)):

@@ -101,7 +101,7 @@ def test_batched_transforms_equal_a_loop(transform, of_one, shape, indices, is_b
 
 @given(shape=SHAPES, indices=INDICES)
 def test_an_affine_transform_is_that_of_affine_grid(shape, indices):
-    """Up to rounding in the last bits."""
+    """The two may differ by rounding in the last bits."""
     batch = images(indices, shape, is_bytes=False) / 85
     given = transforms.RandomAffine(30, translate=(0.2, 0.1), scale=(0.8, 1.3))(batch, draws(indices))
     _, height, width = shape

@@ -114,7 +114,7 @@ def wait_alone(context: Context, call: Callable[[torch.Tensor, dist.ProcessGroup
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("call", "older"), [(all_reduce, False), (all_reduce, True), (butterfly, False)])
 def test_a_collective_uses_the_latest_timeout(rank_pool: RankPool, call: object, older: bool) -> None:
-    """By torch's public function and, before there was one, its private one."""
+    """Torch's public function sets it, or its private one in versions without a public one."""
     assert "200ms" in rank_pool.run(wait_alone, call, older=older)[0]
 
 

@@ -48,7 +48,7 @@ def test_a_single_rank_group_is_always_destroyed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_further_groups_share_the_first_timeout() -> None:
-    """Not torch's, which is half an hour."""
+    """Torch's own default is half an hour."""
     with process_group(cpu_context(), backend(init_timeout_s=7.0), rendezvous=None):
         assert group_timeout(new_subgroup([[0]], cpu_context())) == timedelta(seconds=7)
 

@@ -82,7 +82,7 @@ def test_saved_and_typed_overrides_are_composed(run_dir: RunDir) -> None:
 
 
 def test_keys_that_no_longer_exist_are_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In silence, unless they were set."""
+    """Only keys that were set are reported."""
     composed = {"path": {"outputs": str(tmp_path / "outputs")}}
 
     def overrides_of(name: str, value: bool, overrides: tuple[str, ...]) -> list[str]:

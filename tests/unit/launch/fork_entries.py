@@ -12,7 +12,7 @@ from typing import Any
 
 
 def end(arguments: dict[str, Any]) -> None:
-    """Without giving a status."""
+    """End without a status."""
     print("printed", end="")
     os.write(2, b"from a descriptor\n")
     if arguments["how"] == "raise":

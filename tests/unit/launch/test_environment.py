@@ -115,9 +115,15 @@ ONE_NODE = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "8", "SLUR
 def test_tasks_of_srun_meet_where_something_says(added, endpoint, expected):
     cluster = found({**SRUN, **added}, endpoint=endpoint)
     assert (cluster.host, cluster.port) == expected
-    assert (cluster.starter, cluster.rank, cluster.world_size, cluster.agent_store) == ("srun", 5, 8, False)
+    assert cluster.starter == "srun"
+    assert cluster.rank == 5
+    assert cluster.world_size == 8
+    assert cluster.agent_store is False
     if "SLURM_NODEID" not in added:
-        assert (cluster.local_rank, cluster.node_rank, cluster.nnodes, cluster.procs_per_node) == (1, 1, 2, 4)
+        assert cluster.local_rank == 1
+        assert cluster.node_rank == 1
+        assert cluster.nnodes == 2
+        assert cluster.procs_per_node == 4
 
 
 @given(job=st.integers(1, 10**8), step=st.integers(0, 10**4))

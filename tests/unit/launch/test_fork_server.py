@@ -62,7 +62,7 @@ def waiting(server: RunServer, folder: Path, *keys: str) -> list[psutil.Process]
 
 
 def settled(children: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run when the deadline is over."""
+    """Return the processes that still run after the deadline."""
 
     def running() -> list[psutil.Process]:
         return [each for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]

@@ -205,7 +205,7 @@ def test_late_ranks_are_announced_and_catch_up(watched: Callable[..., Watched]) 
 def test_a_rank_hangs_past_the_current_timeout(
     watched: Callable[..., Watched], steps: Sequence[int], limit_s: float
 ) -> None:
-    """Until every rank has done its first step that of set-up; and 5 s later, so that torch's own is heard first."""
+    """Until every rank has done its first step, the time-out of set-up holds. The monitor waits 5 s more than torch."""
     at = watched(late_after_s=100.0)
     for rank, step in zip(at.ranks, steps, strict=True):
         rank.finish_step(step)
@@ -229,7 +229,7 @@ NCCL = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n"
 
 
 @pytest.mark.parametrize(("status", "crashed"), [(-11, True), (1, False), (None, True)])
-def test_a_ranks_log_tells_why_it_ended(
+def test_the_cause_is_read_from_a_ranks_log(
     watched: Callable[..., Watched], tmp_path: Path, status: int | None, crashed: bool
 ) -> None:
     log = tmp_path / "rank_0.log"

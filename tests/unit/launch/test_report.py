@@ -156,7 +156,7 @@ def test_a_failed_rank_does_not_hang_while_leaving() -> None:
     ["RuntimeError: the feature database: timed out waiting for an answer", "BrokenPipeError: [Errno 32] Broken pipe"],
 )
 def test_an_own_error_is_no_lost_peer(error: str) -> None:
-    """As are the lines of source code in its traceback."""
+    """The lines of source code in its traceback don't count."""
     said = record(time=5.0, error=error, traceback=f"    raise {LOST_PEER}\n{error}")
     hung = observed(state(1, collectives=19, phase=RankPhase.DATA), stacks="asleep")
     report = report_of(observed(0, record=said), hung, raised(2, 4.0, LOST_PEER))

@@ -1,4 +1,4 @@
-"""What people read of a failure: the cause, where it was, what became of the others, and what to try."""
+"""The text of a failure: its cause, where it was, what the other ranks did, and what to try."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_no_line_is_long(status: int | None) -> None:
         assert len(line) <= 100
 
 
-def test_what_became_of_the_others() -> None:
+def test_the_states_of_other_ranks_are_listed() -> None:
     at = state(0, step=0, phase=RankPhase.MEETING)
     report = report_of(
         observed(at, record=record(time=1.0)),

@@ -50,14 +50,14 @@ def throw(error: BaseException) -> None:
 
 
 def throw_in(module: str, error: BaseException) -> Callable[[], object]:
-    """As code of that module raises it, in C++ perhaps."""
+    """Return a function that raises an error as code of that module would."""
     made = types.ModuleType(module)
     exec("def throw(error): raise error", made.__dict__)
     return lambda: made.throw(error)
 
 
 def time_out() -> None:
-    """As rank 0 of 2."""
+    """Wait for a key that no other rank sets, until the time-out."""
     dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(milliseconds=50)).get("never set")
 
 

@@ -91,7 +91,7 @@ Read = Callable[[], Curves]
 
 
 def test_what_was_flushed_outlives_a_kill(begin: Begin, curves: Read) -> None:
-    """As before every checkpoint, which must not be ahead of what is logged."""
+    """Loggers are flushed before every checkpoint, which must not be ahead of the log."""
     threads = set(threading.enumerate())
     logger = begin()
     # Nothing is open yet.
@@ -196,7 +196,7 @@ def test_charts_show_the_numbers_that_exist(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As with a checkpoint or an evaluation. The thread that SummaryWriter loses prints no traceback."""
+    """A flush comes with each checkpoint and evaluation. The thread that SummaryWriter loses prints no traceback."""
     logger = TensorBoardLogger(run_dir=RunDir(tmp_path))
     logger.start(info(0))
     for step in range(1, 10):

@@ -204,7 +204,7 @@ def test_what_was_left_out_is_noted() -> None:
 
 
 def links_at(*rates: float, nodes: tuple[int, ...] = (0, 1, 2)) -> dict[str, Any]:
-    """Between ranks 0 and 1, 0 and 2, 1 and 2, as far as there are rates."""
+    """Return links between ranks 0 and 1, 0 and 2, 1 and 2, one for each rate."""
     ranks = [rank(number, node=node, host=f"host{node + 1}") for number, node in enumerate(nodes)]
     pairs = [(0, 1), (0, 2), (1, 2)][: len(rates)]
     links = [link(*pair, nodes=nodes, bytes_per_s=speed) for pair, speed in zip(pairs, rates, strict=True)]

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
 
 
 class Branching(nn.Module):
-    """Which parameters are used depends on the rank; of several types, layouts and shapes."""
+    """Has parameters of several types, layouts and shapes; each rank uses other ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_buffers_come_from_rank_0_or_stay_separate(rank_pool: RankPool, name: st
 
 
 class Sparse(nn.Linear):
-    """Has sparse gradients, and doesn't say so."""
+    """Has sparse gradients that no attribute announces."""
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.embedding(input, self.weight, sparse=True)

@@ -8,7 +8,7 @@ from tests.helpers.contexts import cpu_context
 
 
 class Earlier(Strategy):
-    """Has its costs as attributes, as strategies did before there was a method."""
+    """Has its costs as attributes, like strategies of earlier versions."""
 
     weight_copies = 2
 

@@ -100,7 +100,7 @@ def leave_out_a_layer(context: Context) -> None:
 
 @pytest.mark.multiproc
 def test_parameters_without_gradients_are_named_later(rank_pool: RankPool) -> None:
-    """With the setting that is named it trains; other errors pass as they are."""
+    """With the named setting the model trains. Other errors are passed on unchanged."""
     rank_pool.run(leave_out_a_layer, ranks=2)
 
 
@@ -128,7 +128,7 @@ class Thin:
 
 
 def bring_back_errors(context: Context) -> list[bool]:
-    """Whether gradients are as without a stop: with all that was kept, without errors, with other buckets or ranks."""
+    """Return if gradients equal those without a stop: with all state, without errors, with other buckets or ranks."""
     one = Thin(context)
     one.steps(0, 1, 2, 3)
     # The state of rank 0 is saved.

@@ -87,7 +87,7 @@ def test_modules_are_gathered_by_themselves(rank_pool: RankPool, options: dict[s
 
 
 class Normed(nn.Module):
-    """With statistics, with and without weights, between layers."""
+    """Has normalisations with statistics between its layers, with and without weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_sharded_groups_get_the_runs_timeout(rank_pool: RankPool) -> None:
 
 
 class Overflows(nn.Sequential):
-    """In the third step the gradient of the last row of the first layer is infinite: it is in one rank's shard."""
+    """Has an infinite gradient in the third step, in the first layer's last row, which is in one rank's shard."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 1))

@@ -185,7 +185,7 @@ class Twice:
 def test_calling_the_model_twice_is_refused(
     train: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Which only the last stage's rank sees."""
+    """Only the rank of the last stage can see it."""
     (tmp_path / "asking.py").write_text(RECIPE)
     tasks = ("task._target_=asking.Twice", "~task.loss", "~task.metrics")
     stages = ("strategy=pipeline", "topology=single_node", "topology.procs_per_node=2", "logger=none")
