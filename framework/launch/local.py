@@ -83,8 +83,8 @@ def launch_on_this_node(plan: LaunchPlan) -> Outcome:
             return 0
         return failed.attempt + 1
 
-    with node_run(plan) as run:
-        return run.run(plan, next_attempt=next_attempt)
+    with node_run(plan) as node:
+        return node.run(plan, next_attempt=next_attempt)
 
 
 @contextmanager
@@ -123,7 +123,7 @@ class NodeRun:
             folder: For rendezvous files, with `backend.init_method=file`.
         """
         self.setup = setup
-        self.server = server
+        self._fork_server = server
         # The store of a run on several nodes.
         self.store: Store | None = None
         # Ranks that others waited for and that caught up.
@@ -203,6 +203,7 @@ class NodeRun:
             self._end_ranks()
 
     def _may_restart(self, failure: FailureReport | None = None) -> bool:
+        """Return True if another attempt may follow; without a report, if one may follow a failure that isn't final."""
         if failure is not None and failure.first.is_final:
             return False
         return not self._monitor.stop_signal and self._attempt < self.setup.max_restarts
@@ -268,13 +269,14 @@ class NodeRun:
             self._exchange = NodeExchange(run_store, self._monitor, nnodes=self.setup.topology.nnodes)
 
     def _start_ranks(self, plan: LaunchPlan) -> None:
-        self.server.load(plan.names)
-        self._run_server = self.server.fork()
+        self._fork_server.load(plan.names)
+        self._run_server = self._fork_server.fork()
         self._handlers[self._run_server] = self._on_event
         if plan.endpoint is not None:
+            # The command of node 0 hosts the store.
             self._spawn_ranks(plan, *plan.endpoint)
             return
-        # The port is bound before the ranks get its number, so no other process can take it; rank 0 hosts the store.
+        # Rank 0 hosts the store. Its port is bound before the ranks get the number, so no other process can take it.
         with listen(LOOPBACK, 0) as listener:
             self._spawn_ranks(plan, *listener.getsockname(), listener=listener)
 

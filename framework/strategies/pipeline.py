@@ -183,25 +183,6 @@ class Pipeline(Strategy):
             check_same_change(changed, self._context, group=self._copies_group)
         return model
 
-    def _layout_of_whole(self, model: nn.Module) -> StageLayout:
-        return StageLayout(
-            names=frozenset(model.state_dict()),
-            parameters=tuple(name for name, _ in model.named_parameters()),
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            writes=self._share.rank == 0,
-            has_output=self._has_last_stage(),
-        )
-
-    def _has_first_stage(self) -> bool:
-        return 0 in self._stages
-
-    def _has_last_stage(self) -> bool:
-        return self.num_stages - 1 in self._stages
-
-    def _rank_of(self, stage: int) -> int:
-        """Return which rank of the pipeline has this stage."""
-        return stage % self._ranks
-
     def before_evaluation(self, model: nn.Module) -> None:
         """Give all copies the first one's buffers."""
         self._share_buffers(model)
@@ -219,14 +200,14 @@ class Pipeline(Strategy):
         """Run forward and backward of all micro-batches; gradients are then the mean over the global batch."""
         device = self._context.device
         micro_batches = [MicroBatch(precision.convert_batch(batch), count) for batch, count in window.micro_batches]
+        # Forwards and backwards alternate. All of it counts as backward, the phase in which ranks wait for each other.
         mark(RankPhase.FORWARD)
-        # The phase in which one rank may wait for another.
         mark(RankPhase.BACKWARD)
         self._share_buffers(model)
         self._sync_training_mode(model)
 
-        # Torch's schedules need a fixed number of micro-batches of one size: so micro-batches are padded with rows, and
-        # the window with micro-batches. Stages and the task see the real rows only: padding gets no gradient, and
+        # Torch's schedules need a fixed number of micro-batches of one size. So micro-batches are padded with rows, and
+        # the window with micro-batches. Stages and the task see only the real rows: padding gets no gradient, and
         # doesn't count in BatchNorm's statistics.
         num_microbatches = math.ceil(len(micro_batches) / self._num_microbatches) * self._num_microbatches
         inputs = [_inputs_of(micro.batch, task=task, precision=precision, device=device) for micro in micro_batches]
@@ -287,6 +268,25 @@ class Pipeline(Strategy):
         dist.all_reduce(square, group=self._pipeline_group)
         return square.sqrt().to(norm.dtype)
 
+    def _layout_of_whole(self, model: nn.Module) -> StageLayout:
+        return StageLayout(
+            names=frozenset(model.state_dict()),
+            parameters=tuple(name for name, _ in model.named_parameters()),
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            writes=self._share.rank == 0,
+            has_output=self._has_last_stage(),
+        )
+
+    def _has_first_stage(self) -> bool:
+        return 0 in self._stages
+
+    def _has_last_stage(self) -> bool:
+        return self.num_stages - 1 in self._stages
+
+    def _rank_of(self, stage: int) -> int:
+        """Return which rank of the pipeline has this stage."""
+        return stage % self._ranks
+
     def _share_buffers(self, model: nn.Module) -> None:
         if self._copies_group is not None:
             broadcast(model.buffers(), group=self._copies_group)
@@ -331,9 +331,8 @@ class Pipeline(Strategy):
     def _find_examples(self, inputs: _Shapes) -> list[Tensor | tuple[Tensor, ...]]:
         """Return the input of each stage and, at the end, the last stage's output, as meta tensors.
 
-        They are found by a forward of zeros.
-
-        Every rank of the pipeline must call it. Modules run in eval mode, and generators keep their state.
+        They are found by a forward of zeros, in eval mode; generators keep their state. Every rank of the pipeline must
+        call it.
         """
         context = self._context
         devices = []
