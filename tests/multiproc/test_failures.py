@@ -24,6 +24,8 @@ from tests.helpers.trouble import EVERY, PHASES, Fault
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("own_state")]
 exhaustive = pytest.mark.exhaustive
 SHOW_CURSOR = "\x1b[?25h"
+# What the command sends to a terminal at the end of a failed run, after a carriage return.
+CLEAR_UP = f"\x1b[J{SHOW_CURSOR}"
 
 
 class Terminal(io.StringIO):
@@ -115,7 +117,7 @@ def test_the_first_cause_is_reported_once(
     assert SHOW_CURSOR in out
     # An exception of the user's data names the sample instead.
     assert err.count("Traceback") == (first["kind"] == "exception" and failure.fault.phase != "data")
-    (header,) = [line for line in err.splitlines() if line.removeprefix(SHOW_CURSOR).startswith("────")]
+    (header,) = [line for line in err.splitlines() if line.removeprefix(CLEAR_UP).startswith("────")]
     assert f"Rank {failure.fault.rank} of {failure.procs} (pid {done['pid']})" in header
     assert f"in {failure.fault.phase} after step {first['step']}" in err
     assert results.run_file(run_dir)["status"] == "failed"
