@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,8 +61,13 @@ def _folders_in(folder: Path) -> list[Path]:
     except OSError as error:
         _print_left_out(f"{display_path(folder)} can't be read: {error.strerror or error}.")
         return []
-    places.sort(key=lambda place: (place.is_symlink(), place))
+    places.sort(key=lambda place: (place.is_symlink(), _natural(place.name)))
     return [place for place in places if os.path.isdir(place)]  # noqa: PTH112
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts the numbers in names by size: 2 before 10."""
+    return [(int(part), part) if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def _is_of_parity(place: Path) -> bool:

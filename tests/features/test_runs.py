@@ -142,6 +142,12 @@ def test_the_list_as_csv(answer: Command, made: Made) -> None:
     assert float(row["test/loss"]) == found["test"]["metrics"]["test/loss"]
 
 
+def test_trials_are_listed_in_the_order_of_their_numbers(answer: Command, made: Made) -> None:
+    for number in (10, 2, 0):
+        made(str(number), started="2026-01-01T10:00:00+00:00")
+    assert names(answer("job=runs", "runs.format=json").out) == ["0", "2", "10"]
+
+
 def test_evaluations_and_parity_trainings_are_not_listed(answer: Command, made: Made) -> None:
     made("one")
     made("other", job="eval")

@@ -160,3 +160,12 @@ class Endless(IterableDataset[int]):
 
 def stream() -> Datasets:
     return Datasets(Endless(), val=TensorDataset(torch.zeros(4, 2)))
+
+
+class NeedsClosure(torch.optim.SGD):
+    """An optimizer that computes the loss several times, as sharpness-aware ones do."""
+
+    def step(self, closure: Any = None) -> None:
+        if closure is None:
+            raise RuntimeError("this step needs a closure")
+        super().step(closure)
