@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, final
 
 from framework.errors import ConfigError
-from framework.loggers.media import file_stem, images_of, picture_of, split
+from framework.loggers.encoding import with_png
+from framework.loggers.media import file_stem, images_of, split
 from framework.media import Image, Media, Table
 from framework.system.json_lines import Check, metrics_fault, read_lines
 from framework.system.rank_log import warn
@@ -84,9 +85,12 @@ class JsonlLogger(Logger):
     def _write_images(self, name: str, images: Sequence[Image], *, step: int) -> None:
         for number, image in enumerate(images):
             own_name = name if len(images) == 1 else f"{name}/{number}"
-            self._write_medium(own_name, ".png", partial(_save_image, image), step=step)
+            with_png(image, partial(self._write_png, own_name, step=step))
 
-    def _write_medium(self, name: str, suffix: str, save: Callable[[Path], None], *, step: int) -> None:
+    def _write_png(self, name: str, png: bytes, *, step: int) -> None:
+        self._write_medium(name, ".png", lambda path: path.write_bytes(png), step=step)
+
+    def _write_medium(self, name: str, suffix: str, save: Callable[[Path], object], *, step: int) -> None:
         """Save to `media/NAME_STEP.SUFFIX` and remove the files of earlier steps."""
         stem = file_stem(name)
         path = self._media / f"{stem}_{step}{suffix}"
@@ -107,16 +111,6 @@ class JsonlLogger(Logger):
 def _save_table(table: Table, path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([table.columns, *table.rows])
-
-
-def _save_image(image: Image, path: Path) -> None:
-    """Write a PNG file; the caption is its text field `Description`."""
-    from PIL.PngImagePlugin import PngInfo
-
-    info = PngInfo()
-    if image.caption:
-        info.add_itxt("Description", image.caption)
-    picture_of(image).save(path, pnginfo=info)
 
 
 @final

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,16 @@ _MAX_STEM_BYTES = 180
 _DIGEST_CHARS = 8
 # `Real` alone would do, but checking an abstract class takes half a microsecond, and each log makes 50 such checks.
 _NUMBERS = (float, int, Real)
+
+
+@final
+class DrawnFigure(Figure):
+    """A figure of a run's log with its picture, which is drawn when a logger first asks for the pixels."""
+
+    picture: Image
+
+    def __init__(self, figure: Any, picture: Image) -> None:
+        vars(self).update(figure=figure, picture=picture)
 
 
 def log_to_loggers(loggers: Collection[Logger], values: Mapping[str, Any], *, step: int, epoch: int) -> None:
@@ -63,6 +73,8 @@ def images_of(value: Media) -> list[Image]:
     """Return the images of an Image, a list of them or a Figure; none of other media."""
     if isinstance(value, Image):
         return [value]
+    if isinstance(value, DrawnFigure):
+        return [value.picture]
     if isinstance(value, Figure):
         return [image_of(value.figure)]
     if isinstance(value, (list, tuple)):
@@ -82,14 +94,13 @@ def pixels_of(image: Image) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(np.clip(pixels, 0, 255).astype(np.uint8).transpose(1, 2, 0))
 
 
-def picture_of(image: Image) -> Any:
+def picture_from(pixels_HWC: npt.NDArray[np.uint8]) -> Any:
     """Return a PIL.Image.Image."""
     from PIL import Image as Pillow
 
-    pixels = pixels_of(image)
-    if pixels.shape[2] == 1:
-        pixels = pixels[:, :, 0]
-    return Pillow.fromarray(pixels)
+    if pixels_HWC.shape[2] == 1:
+        return Pillow.fromarray(pixels_HWC[:, :, 0])
+    return Pillow.fromarray(pixels_HWC)
 
 
 def image_of(figure: Any) -> Image:

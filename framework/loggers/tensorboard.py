@@ -7,18 +7,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
 from operator import methodcaller
 from pathlib import Path
 from textwrap import indent
 from types import ModuleType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from framework.config.saved import load_written_config
 from framework.errors import ConfigError
-from framework.loggers.media import finite_values, images_of, pixels_of, split
-from framework.media import Artifact, Histogram, Media, Table, Text
+from framework.loggers.encoding import with_png
+from framework.loggers.media import finite_values, images_of, split
+from framework.media import Artifact, Histogram, Image, Media, Table, Text
 from framework.system.rank_log import warn
 from framework.system.run_dir import RunDir
 from framework.types import FitInfo, Logger
@@ -61,6 +63,14 @@ _CHARTS = {
 }
 
 
+class PendingImage(NamedTuple):
+    tag: str
+    step: int
+    height: int
+    width: int
+    png: Future[bytes]
+
+
 @final
 class TensorBoardLogger(Logger):
     """Writes event files to the run directory: scalars under the names they come with, texts as code blocks.
@@ -100,6 +110,7 @@ class TensorBoardLogger(Logger):
         self._pending_scalars: list[tuple[dict[str, float], int, float]] = []
         self._pending_texts: list[tuple[str, str, int]] = []
         self._pending_media: list[Callable[[Any], None]] = []
+        self._pending_images: list[PendingImage] = []
         self._next_write_s = 0.0
 
         # A SummaryWriter, once there is something to write.
@@ -152,7 +163,7 @@ class TensorBoardLogger(Logger):
         self._add(lambda writer: _write_hparams(writer, trained))
 
     def flush(self) -> None:
-        has_pending = bool(self._pending_scalars or self._pending_texts or self._pending_media)
+        has_pending = bool(self._pending_scalars or self._pending_texts or self._pending_media or self._pending_images)
         # After a refusal, an empty flush tries whether the disk takes a new file.
         if self._writer is None and not has_pending and not self._is_refused:
             return
@@ -166,6 +177,7 @@ class TensorBoardLogger(Logger):
                 warn(f"{self._folder} can't be written: {error.strerror or error}. TensorBoard will lack numbers")
             self._pending_scalars.clear()
             self._pending_media.clear()
+            self._pending_images.clear()
             self._drop_writer()
 
     def close(self) -> None:
@@ -202,7 +214,13 @@ class TensorBoardLogger(Logger):
             images = images_of(value)
             for number, image in enumerate(images):
                 name = tag if len(images) == 1 else f"{tag}/{number}"
-                self._add(methodcaller("add_image", name, pixels_of(image), step, dataformats="HWC"))
+                self._add_image(name, image, step=step)
+
+    def _add_image(self, tag: str, image: Image, *, step: int) -> None:
+        """Have an image written by the first flush after it was encoded."""
+        height, width = image.pixels.shape[-2:]
+        if not self._is_refused:
+            self._pending_images.append(PendingImage(tag, step, height, width, with_png(image, bytes)))
 
     def _add(self, write: Callable[[Any], None]) -> None:
         """Have the next flush call `write` with the SummaryWriter."""
@@ -241,12 +259,23 @@ class TensorBoardLogger(Logger):
         self._write_charts()
         for write in self._pending_media:
             write(self._writer)
+        self._write_images()
         self._writer.flush()
 
         self._pending_media.clear()
         self._pending_texts.clear()
         self._pending_scalars.clear()
         self._next_write_s = time.monotonic() + _WRITE_EVERY_S
+
+    def _write_images(self) -> None:
+        """Write the images that are encoded; the others stay for the next flush."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        encoded = [image for image in self._pending_images if image.png.done()]
+        self._pending_images = [image for image in self._pending_images if image not in encoded]
+        for tag, step, height, width, png in encoded:
+            content = Summary.Image(height=height, width=width, encoded_image_string=png.result())
+            self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=content)]), step)
 
     def _write_scalars(self) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

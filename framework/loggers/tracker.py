@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +19,9 @@ from typing import Any, ClassVar, Literal, final, get_args
 
 from framework.config.saved import load_written_config
 from framework.errors import ConfigError, describe_error
+from framework.loggers.encoding import with_png
 from framework.loggers.jsonl import JsonLines
-from framework.loggers.media import array_of, counts_of, file_stem, images_of, picture_of, split
+from framework.loggers.media import array_of, counts_of, file_stem, images_of, split
 from framework.media import Artifact, Histogram, Image, Media, Table, Text
 from framework.system.files import open_regular
 from framework.system.json_lines import read_lines
@@ -217,15 +219,22 @@ class Tracker(Logger, ABC):
                     return f"{name} {fault}"
         return None
 
-    def _add_row(self, kind: str, *, step: int, **content: Any) -> None:
-        """Write a row to the journal and queue it for the tracker."""
+    def _add_row(self, kind: str, *, step: int, once_written: Sequence[Future[bool]] = (), **content: Any) -> None:
+        """Write a row to the journal and queue it for the tracker.
+
+        once_written: the tracker gets it once these are done, if all are True.
+        """
         row = {"step": step, "time": round(time.time(), 3), "kind": kind, **content}
         if self._journal is None:
             # Before training starts, or in a job that doesn't train.
             self._journal = self._open_journal(last_step=None)
         self._journal.write(row)
         if self._worker is not None:
-            self._worker.submit(lambda: self.write(_from_plain(row)))
+            self._worker.submit(lambda: self._write_complete(row, once_written))
+
+    def _write_complete(self, row: Row, once_written: Sequence[Future[bool]]) -> None:
+        if all(written.result() for written in once_written):
+            self.write(_from_plain(row))
 
     def _log_medium(self, tag: str, value: Media, *, step: int) -> None:
         if isinstance(value, Text):
@@ -246,19 +255,25 @@ class Tracker(Logger, ABC):
 
     def _log_images(self, tag: str, images: Sequence[Image], *, step: int) -> None:
         files = []
+        written = []
+        for number, image in enumerate(images):
+            file = self._folder / "images" / f"{_file_name(tag)}_{step:08}_{number}.png"
+            files.append(str(file.relative_to(self._folder)))
+            written.append(with_png(image, partial(self._write_png, file)))
+        captions = [image.caption for image in images]
+        self._add_row("images", step=step, once_written=written, tag=tag, files=files, captions=captions)
+
+    def _write_png(self, file: Path, png: bytes) -> bool:
+        """Write the file, and return True if the disk has taken it."""
         try:
-            for number, image in enumerate(images):
-                file = self._folder / "images" / f"{_file_name(tag)}_{step:08}_{number}.png"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                picture_of(image).save(file)
-                files.append(str(file.relative_to(self._folder)))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(png)
         except OSError as error:
             if not self._has_warned_of_disk:
                 warn(f"{self._folder} can't be written: {error.strerror or error}. Images are left out")
             self._has_warned_of_disk = True
-            return
-        captions = [image.caption for image in images]
-        self._add_row("images", step=step, tag=tag, files=files, captions=captions)
+            return False
+        return True
 
     def _checkpoints(self) -> list[tuple[Path, list[str]]]:
         """Return the checkpoints to upload, and which of `last` and `best` point to each."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from framework.config.schema import TrainerConfig
 from framework.distributed.collectives import any_over_ranks
+from framework.loggers.encoding import Encoder
 from framework.loggers.media import log_to_loggers
 from framework.media import Drawing, Media, Text
 from framework.monitoring.device_usage import DeviceUsage
@@ -122,6 +123,7 @@ class Logbook:
         # The newest drawings of evaluations, by name, and when they are logged, by `time.monotonic`.
         self._drawings: dict[str, DrawingOfStep] = {}
         self._drawings_due_s = 0.0
+        self._encoder = Encoder()
 
     def is_due(self, step: int) -> bool:
         """Return True if a log follows once `step` steps are done."""
@@ -268,11 +270,14 @@ class Logbook:
         drawings = self._drawings
         self._drawings = {}
         for name, (drawing, step, epoch) in drawings.items():
-            log_to_loggers(self._state.loggers.values(), {name: drawing}, step=step, epoch=epoch)
+            self._log({name: drawing}, step=step, epoch=epoch)
 
     def close(self) -> None:
-        """Log the drawings that wait. Call it before the loggers are closed."""
-        self.log_drawings()
+        """Log the drawings that wait, and wait until images are encoded. Call it before the loggers are closed."""
+        try:
+            self.log_drawings()
+        finally:
+            self._encoder.close()
 
     # To the loggers
 
@@ -280,7 +285,10 @@ class Logbook:
         """Give numbers and media of the last step done to the loggers. Raises TargetError for any other value."""
         if values:
             progress = self._progress
-            log_to_loggers(self._state.loggers.values(), values, step=progress.step, epoch=progress.last_epoch)
+            self._log(values, step=progress.step, epoch=progress.last_epoch)
+
+    def _log(self, values: Mapping[str, Any], *, step: int, epoch: int) -> None:
+        log_to_loggers(self._state.loggers.values(), self._encoder.prepared(values), step=step, epoch=epoch)
 
     def flush(self) -> None:
         """Make what is logged so far survive a kill."""

@@ -15,7 +15,7 @@ from framework import DataError, Image, Table
 from framework.errors import TargetError
 from framework.tasks import PredictedAgainstTrue, WorstMistakes
 from tests.helpers import results
-from tests.helpers.internals import media_of, picture_of
+from tests.helpers.internals import media_of, picture_from, pixels_of
 
 CASES = "tests.features.media_cases"
 SHORT = ("recipe=toy", "trainer.limit_train_batches=10", "trainer.limit_test_batches=0", "trainer.max_epochs=1")
@@ -146,7 +146,7 @@ def test_images_of_other_shapes_are_refused(shape, hint):
 
 @pytest.mark.parametrize(("shape", "size"), [((1, 28), (28, 1)), ((3, 1, 28), (28, 1)), ((3, 28, 1), (1, 28))])
 def test_narrow_images_keep_their_shape(shape, size):
-    assert picture_of(Image(torch.zeros(shape))).size == size
+    assert picture_from(pixels_of(Image(torch.zeros(shape)))).size == size
 
 
 def test_an_image_without_pixels_is_refused():
@@ -170,8 +170,6 @@ def test_a_table_with_a_short_row_is_refused():
     ],
 )
 def test_pixels_of_any_type(pixels):
-    from tests.helpers.internals import pixels_of
-
     found = pixels_of(Image(pixels))
     assert found.dtype == np.uint8
     assert found.shape == (2, 2, 1)
@@ -279,6 +277,30 @@ def test_metrics_that_cannot_be_drawn_show_nothing():
 def test_media_must_be_a_dict():
     with pytest.raises(TargetError, match=r"media of StepOutput returned \[1\]. Return a dict"):
         media_of(lambda: [1])  # type: ignore[arg-type, return-value]
+
+
+ENCODERS = """
+import threading
+from PIL import Image as Pillow
+save = Pillow.Image.save
+def noting(image, file, **options):
+    print("ENCODED by", threading.current_thread().name, flush=True)
+    save(image, file, **options)
+class Threads:
+    def on_fit_start(self, info): Pillow.Image.save = noting
+    def on_fit_end(self): Pillow.Image.save = save
+"""
+
+
+@pytest.mark.usefixtures("artifact")
+def test_an_image_is_encoded_once_beside_the_training(train, tmp_path):
+    (tmp_path / "encoders.py").write_text(ENCODERS)
+    run_dir = train(*REPORTING, "+callbacks.threads._target_=encoders.Threads", "logger=[jsonl,tensorboard]")
+    by = [line for line in results.log(run_dir).splitlines() if line.startswith("ENCODED by")]
+    # One, a list of two, and a figure.
+    assert by == ["ENCODED by encoder_0"] * 4
+    assert len(list((run_dir / "media").glob("*.png"))) == 4
+    assert len(results.events(run_dir).Tags()["images"]) == 4
 
 
 FIGURES = """

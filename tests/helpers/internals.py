@@ -212,7 +212,7 @@ if TYPE_CHECKING:
     from framework.launch.worker import run_entry
     from framework.loggers import console as console_module
     from framework.loggers.jsonl import JsonLines
-    from framework.loggers.media import counts_of, file_stem, picture_of, pixels_of
+    from framework.loggers.media import counts_of, file_stem, picture_from, pixels_of
     from framework.loggers.tracker import Tracker, Worker, check_installed
     from framework.monitoring import rank_status as rank_status_module
     from framework.monitoring import slow_ranks as slow_ranks_module
