@@ -21,7 +21,7 @@ from framework.types import Task
 class Assembled:
     """A model that no strategy has wrapped yet, and what computes with it."""
 
-    # With all that the task has added to it, in the formats of `precision`.
+    # It holds what the task has added to it, and is converted to the formats of `precision`.
     model: nn.Module
     task: Task
     precision: PrecisionPlugin
@@ -35,7 +35,7 @@ def assemble(
     """Build the model, the task and the precision, and load weights. With `weights`, every rank must call it.
 
     Args:
-        config: as requested, before `trainer.fast_dev_run` is applied: a task may ask for it.
+        config: the requested one, before `trainer.fast_dev_run` is applied. A task that takes `config` gets it.
         context: the model gets its devices. On the meta device the model has no values, as job=plan needs it.
         weights: the run or checkpoint to load the model's weights from; None to keep those it was built with.
         num_stages: how many stages the strategy will split the model into. The model then stays on the CPU.
@@ -70,7 +70,7 @@ def _build_on_meta(config: Config, context: Context, *, num_stages: int | None) 
     except FrameworkError:
         raise
     except Exception as error:
-        # Whatever the user's class does there.
+        # The user's class may raise anything.
         raise TargetError(
             f"model: {config.model['_target_']} can't be built on the meta device, where tensors have no values.\n"
             f"{describe_error(error)}\n{raised_at(error)}\n"

@@ -49,11 +49,12 @@ def build_trainer(
     context = setup.context
     strategy = setup.strategy
 
-    # The same on every rank: replicas start equal, even if the strategy doesn't make them so.
+    # Every rank draws the same numbers, so replicas start equal even if the strategy doesn't make them so.
     seed_everything(config.seed, rank=0)
     assembled = assemble(setup.requested, context, num_stages=strategy.num_stages)
     model = assembled.model
     task = assembled.task
+    # Samples that the loader keeps in memory can be shown to the task all at once.
     if train_loader.whole is not None:
         for observe in hooks([task], "observe_samples"):
             observe(train_loader.whole)
@@ -62,13 +63,14 @@ def build_trainer(
         model.train()
     apply_activation_checkpointing(model, settings.activation_checkpointing)
 
-    # While the model is whole: a strategy may leave each rank a part of it.
+    # Parameters are grouped while the model is whole: the strategy may leave each rank a part of it.
     configs = optimizer_configs(config.optimizer)
     param_groups = ParamGroups.of(model, configs)
     phases = phases_of(task, optimizers=[optimizer_config.name for optimizer_config in configs])
     if phases is not None:
         strategy.allow_unused_parameters()
     wrapped = strategy.wrap(model)
+    # The longer time-out, until the first step is done. That may compile and connect.
     set_group_timeouts(config.backend.init_timeout, strategy.groups)
     if settings.compile is not None:
         # In place, so that the names of weights stay as they are.
@@ -104,7 +106,7 @@ def build_trainer(
         recomputes=settings.activation_checkpointing is not None,
         compile_mode=settings.compile,
     )
-    # From here on, ranks with other samples draw other numbers.
+    # From here on, ranks with different samples draw different numbers.
     seed_everything(config.seed, rank=setup.seed_rank)
     groups = (*strategy.groups, *setup.exchange.groups)
     return Trainer(
@@ -132,8 +134,9 @@ def _callback_nodes(setup: RankSetup) -> Mapping[str, Node]:
 
 
 def _progress_mode(setup: RankSetup) -> ProgressMode:
-    """Return how progress is shown. Redrawn lines would disturb a debugger's prompt, where nobody watches the rank."""
+    """Return how progress is shown: as plain lines in a debugger, whose prompt would be overwritten otherwise."""
     progress = setup.config.trainer.progress
+    # Nobody watches a rank that a debugger may stop.
     if progress == "auto" and not setup.link.is_watched:
         return "plain"
     return progress

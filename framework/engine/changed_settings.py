@@ -20,7 +20,10 @@ Node = Mapping[str, Any]
 
 
 def check_optimizer_and_schedule(config: Config, saved: dict[str, Any]) -> None:
-    """Raise ConfigError for another optimizer, and for another or a changed schedule: the saved state would win."""
+    """Raise ConfigError if the optimizer's class, its groups or the schedule are others than in the checkpoint.
+
+    Restoring the saved state would undo such a change without a word.
+    """
     configs_now = optimizer_configs(config.optimizer)
     configs_before = optimizer_configs(saved["optimizer"])
     optimizers: list[tuple[Node, Node]] = []
@@ -45,11 +48,12 @@ def check_optimizer_and_schedule(config: Config, saved: dict[str, Any]) -> None:
 
 
 def change_optimizers(config: Config, saved: dict[str, Any], state: TrainState) -> None:
-    """Give the restored optimizers the settings that have changed since; their state has the old values."""
+    """Set what has changed since the checkpoint in the restored optimizers, whose state has the old values."""
     texts = []
     configs_now = optimizer_configs(config.optimizer)
     configs_before = optimizer_configs(saved["optimizer"])
     for now, before, optimizer in zip(configs_now, configs_before, state.optimizers, strict=True):
+        # By the number of a parameter group, then by the name of a setting.
         changes: dict[int, dict[str, Change]] = {}
         for number, group in enumerate(optimizer.param_groups):
             label = group.get("name", now.name)
@@ -78,7 +82,9 @@ def _changes_of_group(optimizer: Optimizer, now: Node, before: Node) -> dict[str
         if name in parameters:
             default = parameters[name].default
         change = Change(before.get(name, default), now.get(name, default))
-        if change.before != change.now and inspect.Parameter.empty not in change:
+        # One that is set only once, and has no default, can't be compared.
+        is_known = inspect.Parameter.empty not in change
+        if is_known and change.before != change.now:
             changes[name] = change
     return changes
 

@@ -112,7 +112,10 @@ def _first_validation(config: Config, datasets: Datasets, *, steps_per_epoch: in
 
 
 def check_metrics(config: Config, metrics: Collection[str]) -> None:
-    """Raise ConfigError if a monitored metric isn't one of those that validation computes: none without that part."""
+    """Raise ConfigError if a monitored metric is never computed.
+
+    metrics: names of those that a validation computes; empty if there is no validation part.
+    """
     for key, metric in _monitored(config).items():
         if metric in metrics:
             continue

@@ -87,8 +87,8 @@ def _train_stream_loader(setup: RankSetup, dataset: IterableDataset[Any], collat
         dataset,
         plan=StreamPlan(
             "train",
-            setup.plan,
-            setup.data_share.rank,
+            batches=setup.plan,
+            rank=setup.data_share.rank,
             is_sharded=config.data.stream != "shared",
             seed=config.seed,
             limit=limit,
@@ -175,13 +175,14 @@ def _eval_loader(
         loader,
         # Ranks take turns, one batch each, unless each reads a shard of its own of a stream.
         turns=None if is_sharded_stream else batch_size,
+        # If ranks communicate in the forward, all must run the same number of batches.
         is_even=strategy is not None and strategy.forward_communicates,
         tick=setup.link.rank_status.tick,
     )
 
 
 def _limited(dataset: MapDataset, name: str, limit: int | float | None, batch_size: int) -> MapDataset:
-    """Return the samples to evaluate, the same ones on any number of processes: counted in one process's batches."""
+    """Return the samples to evaluate: `limit` counts batches of one process, so their number doesn't change it."""
     if limit is None:
         return dataset
     num_batches = math.ceil(dataset_size(dataset, split=name) / batch_size)

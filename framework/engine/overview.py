@@ -34,7 +34,7 @@ def introduce(setup: RankSetup, trainer: Trainer, datasets: Datasets, sizes: Sta
     is_shown = setup.config.trainer.progress != "off"
     if is_shown:
         show(f"{short_table}\n{facts}")
-    # What is printed is in the log, too.
+    # `show` writes to the log, too. What it has written isn't repeated.
     if not is_shown or full_table != short_table:
         logger.info("the model and its training:\n%s\n%s", full_table, facts)
 

@@ -18,9 +18,12 @@ from framework.system.rank_log import warn
 def own_checkpoint(setup: RankSetup) -> LastUndamaged:
     """Return the checkpoint to resume from; none for a new run, or one that was stopped before its first checkpoint.
 
-    It is the one that `resume` names; if that is the run directory, and in a restart, the last undamaged one. Its files
-    are verified first. Every rank must call it. Raises RunError if this node doesn't have it, CheckpointError, the same
-    on every rank, if it can't be used.
+    It is the one that `resume` names. If that is the run directory, or in a restart, it is the last undamaged one. Its
+    files are verified first. Every rank must call it.
+
+    Raises:
+        RunError: this node doesn't have it.
+        CheckpointError: it can't be used; the same on every rank.
     """
     if setup.config.resume is None and setup.attempt == 0:
         return LastUndamaged(None)
@@ -50,6 +53,8 @@ def own_checkpoint(setup: RankSetup) -> LastUndamaged:
 
 def _agree(source: Path, context: Context, *, is_last: bool) -> LastUndamaged:
     """Return the checkpoint that `source` means, the same on every rank, once all ranks have read its files.
+
+    With `is_last`, `source` is a folder of checkpoints, and its last undamaged one is meant.
 
     Rank 0 proposes a checkpoint, and every rank reads its share of the files. If it is damaged, rank 0 proposes an
     earlier one or gives an error. If it is whole, rank 0 proposes it again, which ends the loop.
@@ -99,5 +104,5 @@ def _read_together(directory: Path, context: Context) -> str | None:
     # A node with a disk of its own may not have the checkpoint, which is refused later.
     if manifest_or_none(directory) is not None:
         fault = find_damage(directory, rank=context.rank, world_size=context.world_size)
-    faults = [fault for fault in gather_to_all(fault, context) if fault]
+    faults = [text for text in gather_to_all(fault, context) if text is not None]
     return "; ".join(faults) or None

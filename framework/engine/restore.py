@@ -26,35 +26,36 @@ from framework.system.rank_log import logger, warn
 from framework.training.trainer import Trainer
 
 
-def restore(setup: RankSetup, trainer: Trainer, own: LastUndamaged) -> None:
+def restore(setup: RankSetup, trainer: Trainer, checkpoint: LastUndamaged) -> None:
     """Load the run's own checkpoint (`resume`, or a restart), else the weights of `init_from`.
 
-    own: what `own_checkpoint` has returned.
+    checkpoint: what `own_checkpoint` has returned.
     """
-    if own.directory is not None:
-        _resume(setup, trainer, own.directory)
+    if checkpoint.directory is not None:
+        _resume(setup, trainer, checkpoint.directory)
     elif setup.config.init_from is not None:
         loaded = load_initial_weights(trainer.state.bare_model, setup.config, context=setup.context)
         if loaded is not None:
             trainer.logbook.log_values({"init_from": Text(loaded)})
-    if setup.config.resume is not None or own.damaged:
-        # After it, no rank has refused the checkpoint.
+    if setup.config.resume is not None or checkpoint.damaged:
+        # Past this barrier, every rank has accepted the checkpoint.
         barrier(setup.context)
         if trainer.checkpoints is not None:
             damaged = []
-            for directory, _ in own.damaged:
+            for directory, _ in checkpoint.damaged:
                 step = step_of(directory.name)
                 if step is not None:
                     damaged.append(step)
             trainer.checkpoints.resume_from(trainer.progress.step, damaged=damaged)
         # A restart before the next checkpoint resumes here.
-        if setup.context.is_main and own.directory is not None and step_of(own.directory.name) is not None:
+        has_step = checkpoint.directory is not None and step_of(checkpoint.directory.name) is not None
+        if setup.context.is_main and has_step:
             point(LocalStorage(setup.run_dir.checkpoints), LAST, step=trainer.progress.step)
 
 
 def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
     saved = without_removed(with_present_names(load_yaml(source / "config.yaml")))
-    now = load_written_config(setup.run_dir)
+    current = load_written_config(setup.run_dir)
     check_optimizer_and_schedule(setup.config, saved)
     model = trainer.state.bare_model
     if is_model_sharded(model):
@@ -70,7 +71,7 @@ def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
         # `training` has the weights to train on if a callback averages those in `model`.
         load_weights(model, training.get("model", checkpoint["model"]), source=source)
     # An earlier stop of a callback doesn't count if settings that may end training have changed.
-    is_changed = any(now.get(key) != saved.get(key) for key in ("trainer", "callbacks"))
+    is_changed = any(current.get(key) != saved.get(key) for key in ("trainer", "callbacks"))
     if is_changed and training.get("stop", {}).get("reason"):
         training = {**training, "stop": {"reason": None, "wishes": []}}
     trainer.load_state_dict(training)
@@ -86,8 +87,9 @@ def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
 
 
 def _restore_generators(setup: RankSetup, saved: Sequence[dict[str, Any]], *, step: int) -> None:
-    """Restore every generator; with other ranks or devices than saved, seed them by seed, rank and step."""
+    """Restore every generator. If the ranks or devices are others than saved, seed them by seed, rank and step."""
     context = setup.context
+    # Restoring replaces these states.
     seed_everything(mix(setup.config.seed, "resumed on", context.world_size, step), rank=setup.seed_rank)
     if len(saved) != context.world_size:
         logger.warning(

@@ -38,6 +38,7 @@ from framework.types import DataShare
 class RankSetup:
     """What is known on a rank before the process group is created."""
 
+    # As the user requested it.
     requested: Config
     # The requested one with `trainer.fast_dev_run` applied.
     config: Config
@@ -66,7 +67,10 @@ class RankSetup:
 
     @cached_property
     def exchange(self) -> SideChannel:
-        """For ranks that read streams. If there are any, every rank must open it, inside the process group."""
+        """What ranks that read streams exchange numbers over. If there is a stream, every rank must open it.
+
+        It can be opened once there is a process group.
+        """
         backend = self.config.backend
         return SideChannel(self.context, timeout_s=max(backend.init_timeout, backend.timeout))
 
@@ -119,7 +123,7 @@ def plan_training(config: Config, context: Context) -> tuple[Strategy, BatchPlan
     check_targets(config)
     strategy = build_strategy(config.strategy, context=context)
     if strategy.rules is not None:
-        # Those that the command couldn't find in the source are checked here for the first time.
+        # The command has checked these rules already, unless it couldn't find them in the source of the strategy.
         request = strategy_request(config, context.topology, backend=context.backend)
         raise_mistakes(list(strategy.rules(request).mistakes()))
     check_callbacks_fit(config.callbacks, strategy)
@@ -138,7 +142,7 @@ def plan_steps(config: Config, context: Context, strategy: Strategy) -> BatchPla
 def procs_on_cores(config: Config, context: Context) -> int:
     """Return how many processes share this one's cores: all of the node, unless srun has bound each to its own."""
     procs = context.topology.procs_per_node
-    # srun may bind each process to cores of its own. Ranks that we start share the cores of the command.
+    # Ranks that this command starts share its cores. Only those that srun has started may be bound.
     if not launcher_class(config.launcher).joins_started_ranks:
         return procs
     return processes_on_cores(local_rank=context.local_rank, procs=procs, environ=os.environ)

@@ -18,7 +18,7 @@ from framework.system.rank_log import logger
 from framework.training.trainer import Trainer
 from framework.types import hooks
 
-# The shape of a small parameter, of which one with fewer dimensions has the first ones.
+# The shape of a small parameter to try an optimizer on. One with two dimensions has the shape (3, 5).
 _PROBE = (3, 5, 7, 11, 13)
 # In a checkpoint: the generators of each rank, on the CPU.
 _BYTES_PER_RANK = 16_000
@@ -49,7 +49,8 @@ def state_sizes(setup: RankSetup, trainer: Trainer) -> StateSizes:
         averages=len(hooks(trainer.state.callbacks.values(), "evaluation_weights")),
         strategy=setup.strategy,
     )
-    # With several stages, this rank has the parameters of some of them; of a sharded model, a part of each.
+    # The parameters of this rank's stages, if the model is cut into stages. A sharded parameter is counted as a whole
+    # here; the rank has a share of it.
     num_here = max(sum(parameter.numel() for parameter in model.parameters()), 1)
     shards = [local_tensor(parameter) for parameter in model.parameters()]
     share = sum(shard.numel() for shard in shards) / num_here
@@ -132,8 +133,9 @@ def optimizer_state_bytes(make: Callable[[list[nn.Parameter]], Optimizer], param
         probe = probes[_kind(parameter)]
         for value in optimizer.state[probe].values():
             if isinstance(value, Tensor):
-                is_as_large = value.numel() == probe.numel()
-                num_values = parameter.numel() if is_as_large else value.numel()
+                num_values = value.numel()
+                if num_values == probe.numel():
+                    num_values = parameter.numel()
                 size += value.element_size() * num_values
     return size
 

@@ -84,7 +84,7 @@ def _show_status(setup: RankSetup, text: str) -> None:
 
 
 def _train(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLoader) -> int | None:
-    """Assemble, restore, fit, test and close: inside the process group."""
+    """Assemble, restore, fit, test and close, inside the process group."""
     with ExitStack() as stack:
         return _train_stoppable(setup, datasets, train_loader, stack=stack)
 
@@ -92,7 +92,10 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | Strea
 def _train_stoppable(
     setup: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLoader, *, stack: ExitStack
 ) -> int | None:
-    """Train as `_train` says. From `fit` on, `stack` keeps this rank stoppable, also while everything is closed."""
+    """Do what `_train` says; `stack` is left once everything is closed.
+
+    From `fit` until then, a signal to stop is only noted, so that it can't interrupt the closing.
+    """
     val_loaders = make_eval_loaders(setup, datasets, part="val", strategy=setup.strategy)
     test_loaders = make_eval_loaders(setup, datasets, part="test", strategy=setup.strategy)
     checkpoint = own_checkpoint(setup)
@@ -137,7 +140,7 @@ def _train_stoppable(
             return EXIT_STOPPED
         return None
     except BaseException as error:
-        # Before anything is closed, see `MonitorLink.recording`.
+        # Recorded before anything is closed; see `MonitorLink.recording`.
         setup.link.record_failure(error)
         raise
     finally:

@@ -65,7 +65,7 @@ from framework.types import (
 
 
 class _Hooks(NamedTuple):
-    """The hooks of callbacks, task and loggers that are called in every step or epoch. One nobody wrote isn't here."""
+    """The hooks that callbacks, the task and loggers define, of those that are called in every step or epoch."""
 
     epoch_start: Sequence[Callable[[EpochInfo], Stop | Log | None]] = ()
     before_optimizer_step: Sequence[Callable[[Any], None]] = ()
@@ -79,7 +79,8 @@ class Trainer:
 
     Args:
         after_first_step: called once, when the slow first step is done.
-        check_metrics: raises if a metric that the configuration names isn't among those of a validation.
+        check_metrics: called with the names of a validation's metrics; raises if a monitored one is missing.
+        link: the connection to the monitor, which is told the phases of this rank.
         counts_flops: log the model's FLOP/s, if they can be counted.
         clock: times the phases of a step; None for the device's own.
     """
@@ -111,23 +112,30 @@ class Trainer:
         self._after_first_step = after_first_step
         self._check_metrics = check_metrics
         self._saved_step: int | None = None
-        # A checkpoint is due by the clock; those due by steps or epochs aren't noted here.
+        # True if a checkpoint is due by the clock. Those due by steps or epochs aren't noted here.
         self._timed_save_is_due = False
-        # Bound by `fit`.
+        # Filled by `fit`.
         self._hooks = _Hooks()
 
         # How a step is run.
         strategy = state.strategy
+        # A strategy that overrides `run_window`, as pipelines do, makes the forward and backward passes itself.
         self._runs_windows = type(strategy).run_window is not Strategy.run_window
+        # Parts that a global batch is split into, one for each copy of the model.
         self._num_shares = strategy.data_share(state.context).world_size
         # Of ranks that train on the same samples, only one counts them in means and weights. A strategy that runs
         # windows gives each output to one rank anyway.
         self._counts_outputs = self._runs_windows or state.speaks_for_share
-        # A task without phases has a single one, without a name.
+        # A task with several losses has phases, each with a step and an optimizer. Any other is treated as one phase
+        # without a name.
         self._only_phase: tuple[Phase, ...] = ()
         if state.phases is None:
             self._only_phase = (Phase("", state.task.training_step, optimizer=""),)
-        self._takes_info = {phase.name for phase in self._all_phases() if "info" in signature(phase.step).parameters}
+        # Names of the phases whose step has a parameter `info`.
+        self._phases_with_info: set[str] = set()
+        for phase in self._all_phases():
+            if "info" in signature(phase.step).parameters:
+                self._phases_with_info.add(phase.name)
         self._weights = loss_weights(
             state.context,
             strategy=strategy,
@@ -139,7 +147,7 @@ class Trainer:
         self._overwrites_outputs = settings.compile in CUDA_GRAPH_MODES and state.context.device.type == "cuda"
         self._has_stepped = True
         if state.precision.scaler.is_enabled():
-            # The scaler leaves out steps whose gradients overflow.
+            # The scaler skips steps whose gradients overflow. This notes those that it makes.
             state.optimizer.register_step_post_hook(self._note_optimizer_step)
 
         # What is measured and logged.
@@ -178,7 +186,8 @@ class Trainer:
                 answer = hook(info)
                 if answer is not None:
                     self._handle(answer)
-            if progress.step - self.start_step == 1:
+            is_first_step = progress.step == self.start_step + 1
+            if is_first_step:
                 state.trainable.check_all_known(state.bare_model)
                 self._after_first_step()
 
@@ -216,13 +225,15 @@ class Trainer:
         mark = self._timer.set_phase
         scale = self._num_shares / window.global_count
         phases = self._phases_due()
-        # Each phase runs on the whole window.
-        micro_batches = window.micro_batches if len(phases) == 1 else list(window.micro_batches)
+        micro_batches: Iterable[MicroBatch] = window.micro_batches
+        if len(phases) > 1:
+            # An iterator, and each phase runs on all of it.
+            micro_batches = list(micro_batches)
         for phase in phases:
             for position, micro in enumerate(micro_batches, start=1):
                 is_last = position == window.num_micro_batches
                 mark(RankPhase.FORWARD)
-                with self._stand_in_isolated(micro), state.strategy.accumulate(state.model, synchronise=is_last):
+                with self._isolate_stand_in(micro), state.strategy.accumulate(state.model, synchronise=is_last):
                     output = self._forward(micro, phase=phase, window=window, is_first=position == 1)
                     loss = self._weights.weighted(
                         output,
@@ -232,28 +243,37 @@ class Trainer:
                         is_only=window.num_micro_batches == 1,
                     )
                     if is_last:
+                        # Ranks sum their weights while the backward runs.
                         self._weights.begin_sum(phase.name)
                     mark(RankPhase.BACKWARD)
                     state.precision.scaler.scale(loss).backward()
-                if micro.num_samples and output.num_samples and self._counts_outputs:
+                has_samples = micro.num_samples > 0 and output.num_samples
+                if has_samples and self._counts_outputs:
                     state.meter.add(output, step=self.progress.step + 1, phase=phase.name)
                 mark(RankPhase.DATA)
 
             if window.first_rank is not None:
+                # Rank 0 may have had no sample, so its buffers may lack this step.
                 state.strategy.broadcast_buffers(state.model, source=window.first_rank)
             self._update(phase, global_count=window.global_count)
         state.strategy.after_update(state.model)
         return output.loss.detach()
 
-    def _stand_in_isolated(self, micro: MicroBatch) -> AbstractContextManager[Any]:
-        """Return a context for a forward and backward. For a stand-in, it undoes what these change but gradients."""
-        return NO_CONTEXT if micro.num_samples else self.state.without_side_effects()
+    def _isolate_stand_in(self, micro: MicroBatch) -> AbstractContextManager[Any]:
+        """Return the context in which the forward and backward of a micro-batch run.
+
+        A rank that has no sample left computes with a stand-in, whose loss has weight 0, to take part in the exchange
+        of gradients. The context then undoes all other changes, as to BatchNorm's statistics.
+        """
+        if micro.num_samples:
+            return NO_CONTEXT
+        return self.state.without_side_effects()
 
     def _forward(self, micro: MicroBatch, *, phase: Phase, window: Window, is_first: bool) -> StepOutput:
-        """Return what the task computes from a micro-batch. is_first: it is the window's first one."""
+        """Return what the task computes from a micro-batch. is_first: it is the first of its window."""
         state = self.state
         keywords = {}
-        if phase.name in self._takes_info:
+        if phase.name in self._phases_with_info:
             keywords["info"] = self._batch_info(window, num_samples=micro.num_samples)
         with state.precision.autocast():
             batch = state.precision.convert_batch(micro.batch)
@@ -262,13 +282,18 @@ class Trainer:
             else:
                 output = phase.step(state.model, batch, **keywords)
 
-        if self.progress.step == self.start_step or not isinstance(output, StepOutput):
-            check_output(output, state.task, f"phases: {phase.name}" if phase.name else "training_step")
+        if self._must_check(output):
+            source = f"phases: {phase.name}" if phase.name else "training_step"
+            check_output(output, state.task, source)
         if is_first and output.media is not None:
             self.logbook.keep_media(output.media, phase=phase.name)
         if self._overwrites_outputs:
             output = copied(output)
         return output
+
+    def _must_check(self, output: object) -> bool:
+        """Return True in the first step, where outputs are checked in full, and for any that is no StepOutput."""
+        return self.progress.step == self.start_step or not isinstance(output, StepOutput)
 
     def _update(self, phase: Phase, *, global_count: int) -> None:
         """Clip the gradients, step the phase's optimizer and its schedule, drop all gradients."""
@@ -295,7 +320,7 @@ class Trainer:
         self._has_stepped = not scaler.is_enabled()
         scaler.step(optimizer)
         scaler.update()
-        # Not by zero_grad, whose mark for the profiler takes 3 % of a toy step.
+        # `zero_grad` would do the same, but its mark for the profiler takes 3 % of a toy step.
         for parameter in state.trainable.parameters:
             parameter.grad = None
         if self._has_stepped:
@@ -318,7 +343,7 @@ class Trainer:
         reduction = self.logbook.reduce(wanted)
 
         if reduction.actions.rebuild:
-            # All ranks take part, to detect those that differ.
+            # On all ranks, so that it is detected if some differ.
             self._update_trainable()
             self._timer.leave_step(RankPhase.LOGGING)
         self._timed_save_is_due = reduction.actions.save
@@ -335,7 +360,7 @@ class Trainer:
         step = self.progress.step
         epoch = self.progress.last_epoch
         self._timer.leave_step(RankPhase.EVALUATE)
-        # So that queued steps count as training time.
+        # Steps that are still queued on the device count as training time.
         self.context.wait_for_devices()
         began = time.perf_counter()
 
@@ -366,9 +391,9 @@ class Trainer:
         self.logbook.throughput.leave_out(since=began)
 
     def save(self) -> None:
-        """Start writing a checkpoint of this moment, between two steps. Every rank must call it.
+        """Copy the state between two steps and start to write it as a checkpoint. Every rank must call it.
 
-        What isn't logged yet is saved too, so logs don't depend on when checkpoints are saved.
+        Figures that aren't logged yet are saved too, so logs don't depend on when checkpoints are saved.
         Raises RunError if a loss or weight isn't finite, or replicas differ.
         """
         if self.checkpoints is None:
@@ -419,7 +444,10 @@ class Trainer:
         self._saved_step = self.progress.step
 
     def start_of_run(self) -> Start:
-        """Return where training starts: before `fit`, where the restored checkpoint is."""
+        """Return the position to train from: that of the restored checkpoint, or the beginning.
+
+        To be called before the first step.
+        """
         loader = self.train_loader
         return start_of(
             asdict(self.progress),
@@ -442,7 +470,7 @@ class Trainer:
         )
         self._repeat_epoch_start()
         self._timer.set_phase(RankPhase.BUILDING)
-        # Callbacks may have changed it.
+        # A resumed run trains the parameters that it trained before, even if callbacks have frozen others just now.
         self.state.restore_trainable()
         if self.restore_generators is not None:
             self.restore_generators()
@@ -565,16 +593,16 @@ class Trainer:
         self.logbook.log_values(self.logbook.task_values("epoch"))
 
     def _handle_request(self) -> None:
-        """Stop, as a signal asks, if this is the step after which all ranks can, unless training ends here anyway."""
+        """Stop on a signal if this is the step after which all ranks stop. Do nothing if training ends here anyway."""
         self.context.wait_for_devices()
         if not self._done():
             steps_ahead = steps_to_meeting(self.state.strategy, self.settings, step=self.progress.step)
             self.stop.handle_request(self.progress.step, steps_ahead=steps_ahead)
 
     def _call(
-        self, observers: Iterable[Callable[[EpochInfo], Stop | Log | None]], *, epoch: int, part: str = "train"
+        self, epoch_hooks: Iterable[Callable[[EpochInfo], Stop | Log | None]], *, epoch: int, part: str = "train"
     ) -> None:
-        for hook in observers:
+        for hook in epoch_hooks:
             self._handle(hook(EpochInfo(epoch, self.progress.step)), part=part)
 
     def _handle(self, answer: Stop | Log | None, *, part: str = "train") -> None:
@@ -587,7 +615,7 @@ class Trainer:
     # What only some runs need
 
     def weight_alone(self) -> None:
-        """Weight losses by this rank's samples only, for a trial on one rank: its strategy exchanges nothing either."""
+        """Weight losses by this rank's samples only: for trials, in which ranks exchange no gradients."""
         self._weights = OneRankWeights(self.context, task_name=type(self.state.task).__name__)
 
     def read_means(self) -> dict[str, float]:
@@ -630,7 +658,7 @@ class Trainer:
         Such a strategy runs the backward for samples only, never for a stand-in.
         """
         task: Any = self.state.task
-        if self._takes_info:
+        if self._phases_with_info:
             step = task.training_step
             task = copy.copy(task)
             task.training_step = partial(step, info=self._batch_info(window, num_samples=window.global_count))
@@ -638,7 +666,7 @@ class Trainer:
 
     def _add_output(self, output: StepOutput, num_samples: int, scale: float) -> Tensor:
         """Return the loss to go backward from, for a strategy that runs windows itself."""
-        if self.progress.step == self.start_step or not isinstance(output, StepOutput):
+        if self._must_check(output):
             check_output(output, self.state.task, "training_step")
         if output.num_samples:
             self.state.meter.add(output, step=self.progress.step + 1)

@@ -81,14 +81,14 @@ def _check_logger(logger: object, *, key: str, target: str) -> None:
 
 
 def _refuse_misspelt(observer: object, names: list[str], *, own_methods: set[str], key: str, target: str) -> None:
-    """Raise TargetError for a hook that isn't among `names`, or one of the own methods that is nearly one of them."""
+    """Raise TargetError for a method `on_…` that isn't among `names`, and for an own method with nearly such a name."""
     for name in dir(observer):
         if is_misspelt(name, names, is_own=name in own_methods) and callable(getattr(observer, name)):
             raise TargetError(misspelt_hook(key, target, name, names))
 
 
 def _own_methods(observer: object, base: type) -> set[str]:
-    """Return the methods that subclasses of the base define; those of other classes may have any name."""
+    """Return the methods of the base and its subclasses. Those of other classes it inherits from may have any name."""
     methods: set[str] = set()
     for cls in type(observer).__mro__:
         if issubclass(cls, base):

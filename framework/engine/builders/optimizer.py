@@ -63,8 +63,8 @@ def build_one_optimizer(
         params = []
         for label, group_parameters in groups.items():
             params.append({"params": list(group_parameters), **options[label], "name": label})
-    form = _implementation(node, parameters, may_fuse=may_fuse)
-    optimizer = build_object(config.key, node, params, **form, **offered)
+    implementation = _implementation(node, parameters, may_fuse=may_fuse)
+    optimizer = build_object(config.key, node, params, **implementation, **offered)
     if not isinstance(optimizer, Optimizer):
         raise wrong_result(config.key, node, optimizer, expected="a torch.optim.Optimizer")
     _check_needs_no_closure(optimizer, config)

@@ -37,6 +37,7 @@ def build_schedule(
     for config in configs:
         key = "scheduler.schedule"
         own_settings = settings
+        # `...` means that the optimizer has no schedule of its own.
         if config.schedule is not ...:
             key = f"{config.key}.schedule"
             own_settings = replace(settings, schedule=config.schedule)
@@ -70,12 +71,12 @@ def build_scheduler(
         return Schedule(None, settings)
 
     run_steps = total_steps
-    own = None
+    own_settings = None
     if isinstance(scheduler, LRSchedulerConfig):
-        own = scheduler
-        scheduler = own.scheduler
-        settings = replace(settings, interval=own.interval, monitor=own.monitor)
-        # One with its own interval counts other steps.
+        own_settings = scheduler
+        scheduler = own_settings.scheduler
+        settings = replace(settings, interval=own_settings.interval, monitor=own_settings.monitor)
+        # `total_steps` is counted in the interval of the configuration, the scheduler's steps in its own.
         run_steps = None
     if not isinstance(scheduler, LRScheduler):
         raise wrong_result(key, node, scheduler, expected="a torch.optim.lr_scheduler.LRScheduler")
@@ -84,7 +85,7 @@ def build_scheduler(
             f"{node['_target_']} ends after {scheduler.total_steps} steps and can't continue, and the run has "
             f"{run_steps}.\nSet its total_steps to at least that, or train for fewer steps."
         )
-    return Schedule(scheduler, settings, total_steps=length, run_steps=run_steps, own=own, rebuild=rebuild)
+    return Schedule(scheduler, settings, total_steps=length, run_steps=run_steps, own=own_settings, rebuild=rebuild)
 
 
 def _length(node: Node, settings: SchedulerConfig, total_steps: int | None, *, key: str) -> int | None:
@@ -92,7 +93,9 @@ def _length(node: Node, settings: SchedulerConfig, total_steps: int | None, *, k
     is_set_in_node = "total_steps" in node
     if is_set_in_node or not takes(node, "total_steps"):
         if settings.total_steps is not None:
-            reason = f"{key}.total_steps is set too" if is_set_in_node else f"{node['_target_']} takes no total_steps"
+            reason = f"{node['_target_']} takes no total_steps"
+            if is_set_in_node:
+                reason = f"{key}.total_steps is set too"
             raise ConfigError(f"scheduler.total_steps={settings.total_steps} has no effect: {reason}. Set it to null.")
         length: int | None = node.get("total_steps")
         return length

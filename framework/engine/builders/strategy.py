@@ -24,8 +24,11 @@ def build_strategy(node: Node, *, context: Context) -> Strategy:
 def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
     """Raise ConfigError for a callback that can't go with the strategy.
 
-    One with `evaluation_weights` needs whole models, one with `compares_replicas` equal and whole ones, and one that
-    averages buffers (unless its keyword `averages_buffers_by` is false) equal buffers.
+    A callback needs of the ranks:
+
+    - with `evaluation_weights`: whole models
+    - with `compares_replicas`: whole and equal models
+    - with `averages_buffers_by`, unless that keyword is false: equal buffers
     """
     kind = type(strategy).__name__
     for name, node in nodes.items():
