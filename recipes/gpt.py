@@ -150,6 +150,7 @@ class NextCharacter:
         scores = model(tokens).flatten(0, 1)  # (B * T, V)
         targets = next_tokens.flatten()  # (B * T)
         loss = cross_entropy(scores, targets)
+        # In an evaluation, each metric's update(scores, targets) is called.
         updates = dict.fromkeys(self.metrics, (scores, targets))
         return StepOutput(loss, num_samples=len(tokens), updates=updates)
 
@@ -161,7 +162,10 @@ class NextCharacter:
 
 
 class Windows:
-    """A transform of whole batches: from the places where windows begin to their characters and the next ones."""
+    """Turn a batch of places where windows begin into the characters of each window and those that follow them.
+
+    This is a transform of TensorSamples. `draws` would give random numbers; none are needed.
+    """
 
     def __init__(self, tokens: Tensor, context: int) -> None:
         self.tokens = tokens
@@ -169,6 +173,7 @@ class Windows:
 
     def __call__(self, batch: list[Tensor], draws: object) -> list[Tensor]:
         begins = batch[0]  # (B)
+        # The text is copied with the first batch; then it is on the device already.
         self.tokens = self.tokens.to(begins.device)
         offsets = torch.arange(self.context + 1, device=begins.device)  # (T + 1)
         windows = self.tokens[begins[:, None] + offsets]  # (B, T + 1)
@@ -198,6 +203,7 @@ def characters(root: str, file: str, context: int, val_share: float = 0.1) -> Da
     if path.is_file():
         text = path.read_text()
     else:
+        # `topics` has the pages of Python's language reference, by name.
         text = "\n".join(topics[name] for name in sorted(topics))
 
     tokens = encode(text)
@@ -221,7 +227,7 @@ def characters(root: str, file: str, context: int, val_share: float = 0.1) -> Da
 @torch.no_grad()
 def sample(model: Any, context: Any, prompt: str = "\n", length: int = 500, temperature: float = 0.8) -> None:
     """Print a text that the model writes: job=recipes.gpt.sample checkpoint.path=RUN args.length=200."""
-    # With several processes, one of them is enough.
+    # `context` is the rank's, which the framework passes. With several processes, one of them is enough.
     if not context.is_main:
         return
     tokens = encode(prompt).to(context.device)[None, :]  # (1, T)

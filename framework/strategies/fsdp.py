@@ -44,10 +44,10 @@ class FSDP(SyncedBuffers):
     ones.
 
     Args:
-        wrap: Modules to wrap: `auto` takes, from the inside out, each with at least `min_num_params` parameters that no
-            wrapped module in it has; or names of classes.
+        wrap: Names of classes whose modules are wrapped; or `auto`: from the inside out, each module with at least
+            `min_num_params` parameters, not counting those of modules wrapped inside it.
         reshard_after_forward: Free gathered weights after the forward and gather them again for the backward; null:
-            true for all but the model itself, whose backward follows at once.
+            true, except for the model itself, whose backward follows at once.
         broadcast_buffers: Give all ranks rank 0's buffers before the first forward of a step, as strategy=ddp does.
         mp_policy: `param_dtype` to gather weights and compute in, `reduce_dtype` to reduce gradients in: fp32, bf16 or
             fp16; null: the type in which the weights are stored.
@@ -86,14 +86,14 @@ class FSDP(SyncedBuffers):
             self._classes = frozenset(wrap)
         self._min_num_params = min_num_params
         self._reshard_after_forward = reshard_after_forward
-        self._mp_policy = mp_policy
-        self._policy = _parse_policy(mp_policy)
+        self._requested_policy = mp_policy
+        self._policy = _torch_policy(mp_policy)
         check_offload(cpu_offload, data_parallel_shard_degree, context.topology)
         self._num_shards = shard_degree(data_parallel_shard_degree, context.topology)
         self._offload_policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
         self.exchanges_on_cpu = cpu_offload
         self.shard_index = context.rank % self._num_shards
-        # If FSDP reduces gradients in the next backward.
+        # True if FSDP reduces gradients in the next backward.
         self._synchronises = True
 
     def costs(self) -> StrategyCosts:
@@ -105,10 +105,12 @@ class FSDP(SyncedBuffers):
 
     def check_precision(self, precision: Precision) -> None:
         """Raise ConfigError for fp16 without a loss scaler."""
-        check_policy(self._mp_policy, precision)
+        check_policy(self._requested_policy, precision)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the same module, its parameters now DTensors with rank 0's values: make the optimizer after it.
+        """Return the same module. Its parameters are DTensors from here on, with rank 0's values.
+
+        The optimizer must be made after it.
 
         Raises ConfigError for a class name no module has, and for an embedding with sparse gradients; ValueError for a
         parameter without dimensions.
@@ -185,7 +187,10 @@ class FSDP(SyncedBuffers):
 
 
 def _by_size(model: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
-    """Yield each module with so many parameters that are in no module yielded before, children before their parents."""
+    """Yield the modules to wrap, children before their parents.
+
+    Each has at least `min_num_params` parameters, not counting those of modules yielded before.
+    """
     uses = _count_uses(model)
     excluded = _never_wrapped(model)
     # Ids of the parameters in the modules yielded before.
@@ -195,8 +200,8 @@ def _by_size(model: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
             continue
         # The sizes of its parameters that aren't taken, by id.
         sizes = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
-        # A parameter that modules outside use too must be gathered for them: it is left to a module that has all of
-        # its users in it.
+        # Modules outside may use a parameter too, as with tied weights. It must be gathered for them as well, so it is
+        # left to a parent that has all of its users in it.
         uses_inside = _count_uses(module)
         is_used_outside = any(uses[parameter_id] != uses_inside[parameter_id] for parameter_id in sizes)
         if sum(sizes.values()) >= min_num_params and not is_used_outside:
@@ -205,7 +210,11 @@ def _by_size(model: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
 
 
 def _never_wrapped(model: nn.Module) -> set[nn.Module]:
-    """Return the model, attention, and modules whose weights others read without calling them."""
+    """Return the modules that `_by_size` leaves out.
+
+    These are the model, which is wrapped in any case, attention, and modules whose weights others read without calling
+    them.
+    """
     modules = {model}
     for module in model.modules():
         if isinstance(module, READ_FROM_OUTSIDE):
@@ -240,9 +249,9 @@ def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
 _DTYPES = {FP32: torch.float32, BF16: torch.bfloat16, FP16: torch.float16}
 
 
-def _parse_policy(given: Any) -> MixedPrecisionPolicy:
-    """Return the policy of `{param_dtype: NAME, reduce_dtype: NAME}`. Raises ConfigError for another key or name."""
-    names = parse_policy(given)
+def _torch_policy(mp_policy: Any) -> MixedPrecisionPolicy:
+    """Return torch's policy for `{param_dtype: NAME, reduce_dtype: NAME}`. Raises ConfigError for any other mapping."""
+    names = parse_policy(mp_policy)
     return MixedPrecisionPolicy(
         param_dtype=_DTYPES.get(str(names["param_dtype"])),
         reduce_dtype=_DTYPES.get(str(names["reduce_dtype"])),
@@ -268,5 +277,5 @@ def _policy_of(
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    """Return True for BatchNorm's kind with running statistics, which computes in their type."""
+    """Return True for BatchNorm and its relatives with running statistics, in whose type they compute."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
