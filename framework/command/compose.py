@@ -81,6 +81,7 @@ def main(
         return _Command(arguments, fork_server=fork_server, external_ranks=external_ranks).run().status
     except FrameworkError as error:
         print(shown(str(error)), file=sys.stderr)
+        # The mistake may come from a folder `conf` that took precedence unintentionally.
         if isinstance(error, ConfigError) and user_config_dir(Path.cwd()) and Path("conf/config.yaml").is_file():
             print(f"{Path('conf/config.yaml').absolute()} was used instead of the framework's own.", file=sys.stderr)
         return error.exit_status
@@ -122,8 +123,11 @@ def _own_answer(arguments: Sequence[str]) -> str | None:
 
 def _listed_values(line: str) -> str | None:
     """Return completions of the line's last word if it is a key of values that the schema lists; else None."""
-    key, sign, start = line.rpartition(" ")[2].partition("=")
-    values = listed_values(key) if sign else []
+    last_word = line.rpartition(" ")[2]
+    key, sign, start = last_word.partition("=")
+    if not sign:
+        return None
+    values = listed_values(key)
     if not values:
         return None
     return "\n".join(f"{key}={value}" for value in values if value.startswith(start))
@@ -153,6 +157,7 @@ class _Command:
         self._external_ranks = external_ranks
         self._call = call
         self._parser = flag_parser()
+        # Words are overrides and, if there are mistakes, anything else that is no flag.
         self._flags, self._words = parse_flags(self._parser, arguments)
         self._config_name = self._flags.config_name or "config"
         self._typed = [_by_present_names(normalize_override(text)) for text in self._flags.overrides]
@@ -184,13 +189,16 @@ class _Command:
                 if self._show(hydra, overrides):
                     return JobResult(0)
 
-                # Of a sweep, what its runs have in common.
-                common = without_swept(overrides, hydra) if self._is_sweep else overrides
+                common = overrides
+                if self._is_sweep:
+                    # What all runs of the sweep have in common.
+                    common = without_swept(overrides, hydra)
                 config = self._compose(common)
                 refuse_unused(common, config, compose=self._compose)
                 is_new = self._base.found is None
                 self._search_path = search_path(config.hydra.searchpath, must_exist=is_new)
 
+                # For each job, its configuration and its overrides. A file may ask for a sweep, too.
                 is_sweep = self._is_sweep or config.hydra.mode is RunMode.MULTIRUN
                 if not is_sweep:
                     composed = [resolved(config)]
@@ -202,7 +210,8 @@ class _Command:
 
         # All are composed and checked before the first one runs.
         if not is_sweep:
-            request = self._request(*composed[0])
+            raw, typed = composed[0]
+            request = self._request(raw, typed)
             return load_job(request.config.job).run(request)
         requests = [self._request(raw, typed, number=number) for number, (raw, typed) in enumerate(composed)]
         return JobResult(run_sweep(requests))
@@ -214,7 +223,7 @@ class _Command:
 
     @contextmanager
     def _explained(self, overrides: Sequence[str]) -> Iterator[Hydra]:
-        """Have an exception that is about the configuration become a ConfigError that explains it."""
+        """Turn an exception that is about the configuration into a ConfigError that explains it."""
         hydra = current_hydra()
         try:
             yield hydra
@@ -233,7 +242,8 @@ class _Command:
     def _show(self, hydra: Hydra, overrides: list[str]) -> bool:
         """Print what `--help`, `--cfg` or `--info` asks for; return False if there is no such flag."""
         name = self._config_name
-        flags = Namespace(**vars(self._flags) | {"overrides": overrides})
+        flags = Namespace(**vars(self._flags))
+        flags.overrides = overrides
         if flags.help:
             hydra.app_help(name, self._parser, flags)
             print(f"Documentation: {docs_dir()} (own_code.md: write your own; recipes.md: examples)")
@@ -258,13 +268,14 @@ class _Command:
         folder = Path(config.path.outputs, "multirun", self._sweep_name)
 
         def run_all(run_one: Any, direction: list[str]) -> None:
+            """Have Hydra call `run_one` for each job that the sweeper chooses. direction: overrides of its search."""
             typed = [*overrides, *direction, MULTIRUN, f"hydra.sweep.dir='{folder}'"]
             hydra.multirun(self._config_name, run_one, typed, with_log_configuration=False)
 
         return JobResult(run_chosen(config, typed=overrides, request_of=self._request, run_all=run_all))
 
     def _request(self, composed: Mapping[str, Any], overrides: Sequence[str], *, number: int | None = None) -> Request:
-        """Return what a job is handed. number: of the job in a sweep."""
+        """Return what a job is given. number: of the job in a sweep."""
         raw = self._base.configuration(composed)
         if self._call is not None and self._call.name is not None:
             raw["recipe"] = self._call.name
@@ -275,8 +286,11 @@ class _Command:
         arguments = self._arguments
         sub_run = None
         if number is not None:
+            # The command that would run this job alone.
             arguments = [*self._own_flags(), *filter(names_a_run, self._base.typed), *overrides]
-            folder = Path(config.path.outputs, "multirun") if parent_run is None else parent_run / config.job
+            folder = Path(config.path.outputs, "multirun")
+            if parent_run is not None:
+                folder = parent_run / config.job
             sub_run = folder / self._sweep_name / str(number)
         request = Request(
             config=config,
@@ -295,5 +309,5 @@ class _Command:
 
     def _own_flags(self) -> list[str]:
         """Return the flags that one run of a sweep is started with."""
-        others = {*self._flags.overrides, "-m", "--multirun"}
-        return [text for text in self._arguments if text not in others]
+        left_out = {*self._flags.overrides, "-m", "--multirun"}
+        return [text for text in self._arguments if text not in left_out]

@@ -79,8 +79,8 @@ class Tune(Job):
             lines += batch_lines(tuned["batch_size"])
             lines += lr_lines(tuned["lr"], has_schedule=request.config.scheduler.schedule is not None)
             if tuned["overrides"] and status == 0:
-                found = training_command(request, request.placement.topology, tuned["overrides"])
-                lines += ["", "Use:", f"  {found}"]
+                command = training_command(request, request.placement.topology, tuned["overrides"])
+                lines += ["", "Use:", f"  {command}"]
 
         path = display_path(run_dir.path)
         facts = [("run", path), ("logs", f"{path}/logs")]
@@ -91,7 +91,7 @@ class Tune(Job):
 
 def training_command(request: Request, topology: Topology, tuned: Mapping[str, Any]) -> str:
     """Return the user's command as a training with the tuned values, behind torchrun or srun if one started this."""
-    # A key that was added or removed is set where it is.
+    # A key that the command adds (`+key=…`) or removes (`~key`) can be set only by `++key=…`.
     special = {key_of(text) for text in request.overrides if text.startswith(("+", "~"))}
     new = []
     for key, value in tuned.items():

@@ -18,7 +18,7 @@ from framework.training.meter import LOSS
 from framework.training.trainer import Trainer
 
 _SMOOTHING = 0.9
-# First steps, whose mean is of few losses.
+# The first steps aren't assessed, since their smoothed loss is a mean of few losses.
 _SKIPPED = 10
 # The least fall that counts, as a share of where the loss falls from.
 _LEAST_FALL = 0.05
@@ -96,20 +96,24 @@ def suggest(points: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
     if fall <= _LEAST_FALL * abs(high):
         return None
 
-    # The standard deviation of single losses, of which a fall of a few steps doesn't change the median difference.
-    # 0.6745 is the median of a normal distribution's absolute values.
+    # The standard deviation of single losses, estimated from the median difference of neighbours: a fall within a few
+    # steps hardly changes a median. A difference varies by the factor sqrt(2) more than a loss, and 0.6745 is the
+    # median of a standard normal distribution's absolute values.
     noise = losses[: lowest + 1].diff().abs().median() / (0.6745 * math.sqrt(2))
     if fall <= _TIMES_NOISE * noise:
         return None
 
-    # The last step at which the loss had hardly fallen yet.
+    # The last step at which the loss had fallen by no more than a share `_BEGUN` of the whole fall.
     begins = int((smoothed[:lowest] >= high - _BEGUN * fall).nonzero()[-1])
     steepest = begins + int(torch.gradient(smoothed)[0][begins : lowest + 1].argmin())
     return {"lr": points[steepest]["lr"], "begins": points[begins]["lr"], "minimum": points[lowest]["lr"]}
 
 
-def plot(found: Mapping[str, Any], *, title: str) -> str:
-    """Return the loss over the learning rate as SVG. Raises ModuleNotFoundError without matplotlib."""
+def plot(assessed: Mapping[str, Any], *, title: str) -> str:
+    """Return the loss over the learning rate as SVG. Raises ModuleNotFoundError without matplotlib.
+
+    assessed: what `assess` has returned.
+    """
     # pyplot would choose a backend and keep global state.
     from matplotlib.figure import Figure
 
@@ -117,13 +121,13 @@ def plot(found: Mapping[str, Any], *, title: str) -> str:
     axes = figure.add_subplot(xscale="log", xlabel="learning rate", ylabel="loss")
     axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
-    lrs = [point["lr"] for point in found["points"]]
-    losses = [point["loss"] for point in found["points"]]
-    smoothed = [point["smoothed"] for point in found["points"]]
+    lrs = [point["lr"] for point in assessed["points"]]
+    losses = [point["loss"] for point in assessed["points"]]
+    smoothed = [point["smoothed"] for point in assessed["points"]]
     axes.plot(lrs, losses, ".", color="0.7")
     axes.plot(lrs, smoothed, linewidth=2)
 
-    suggestion = found["suggestion"]
+    suggestion = assessed["suggestion"]
     if suggestion is not None:
         minimum = suggestion["minimum"]
         marks = [

@@ -35,11 +35,17 @@ class HostMemory:
     """This process's share of what the host, or its control group, has left. Nothing is known except on Linux.
 
     A batch that is too large can't be tried here: the system would kill a process, seldom the one that asked for the
-    memory. So the peaks of smaller ones are measured.
+    memory. So the peaks of smaller ones are measured, and its own is predicted from these.
     """
 
     def __init__(self, *, sharing: int, margin: float, root: Path = Path("/")) -> None:
-        """sharing: processes of this node. margin: share of the free memory that stays free."""
+        """Measure what is free, and what this process takes already.
+
+        Args:
+            sharing: processes of this node.
+            margin: share of the free memory that stays free.
+            root: the folder that `proc` and `sys` are in.
+        """
         self._folder = root / "proc/self"
         self.clear()
         self._before = self._status("VmRSS")
@@ -66,7 +72,7 @@ class HostMemory:
         return max(0, peak - self._before)
 
     def _status(self, name: str) -> int | None:
-        """Return a line of the process's status, in bytes; None if it isn't known."""
+        """Return a value of the process's status file, in bytes; None if it isn't known."""
         try:
             text = (self._folder / "status").read_text()
         except OSError:
@@ -85,7 +91,12 @@ class DeviceMemory:
     """
 
     def __init__(self, devices: Sequence[torch.device], *, sharing: int, margin: float) -> None:
-        """sharing: processes that use the same device. margin: share of the free memory that stays free."""
+        """Measure what is free, and what this process takes already.
+
+        Args:
+            sharing: processes that use the same device.
+            margin: share of the free memory that stays free.
+        """
         # Those that report their memory.
         self._devices: list[torch.device] = []
         if hasattr(torch.get_device_module(devices[0]), "mem_get_info"):

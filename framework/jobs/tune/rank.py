@@ -81,9 +81,11 @@ def _tune(setup: RankSetup, loader: MapLoader) -> None:
     if config.tune.find_batch_size:
         callbacks = build_callbacks(setup.requested.callbacks, context=setup.context, run_dir=setup.run_dir)
         averages = len(hooks(callbacks.values(), "evaluation_weights"))
-        plan, tuned["batch_size"], tuned["overrides"] = find_batch_size(setup, loader, averages=averages)
+        plan, batch, overrides = find_batch_size(setup, loader, averages=averages)
+        tuned["batch_size"] = batch
+        tuned["overrides"] = overrides
         _write(setup, tuned)
-    # Frees the trials' model.
+    # This frees the model of the trials.
     gc.collect()
 
     lr = _train_together(setup, full_steps(loader, plan), tuned["batch_size"])
@@ -139,9 +141,13 @@ def _write(setup: RankSetup, tuned: dict[str, Any]) -> None:
 
 
 def _train_together(setup: RankSetup, loader: MapLoader, batch: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Train with all ranks: the range test, of which tune.json's `lr` is returned, or a few steps without one.
+    """Train with all ranks: the range test or, with `tune.find_lr=false`, a few steps to see if the batch fits.
 
-    Raises RunError if the batch that was found doesn't fit though each rank by itself had room for it.
+    Returns:
+        `lr` of tune.json; None without a range test.
+
+    Raises:
+        RunError: the batch that was found doesn't fit, though each rank by itself had room for it.
     """
     config = setup.config
     settings = setup.config.tune

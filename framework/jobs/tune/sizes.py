@@ -32,9 +32,10 @@ def largest_fitting(fits: Callable[[int], bool], *, start: int, most: int) -> in
             failing = size
             size //= 2
 
+    # The multiples of `step` between the two. Those that fit come first; about log2 of them are tried.
     step = resolution(fitting)
-    # Of these, the ones that fit come first: about log2 of them are tried.
-    candidates = range(fitting // step * step + step, failing, step)
+    next_multiple = fitting // step * step + step
+    candidates = range(next_multiple, failing, step)
     num_fitting = bisect_left(candidates, True, key=lambda candidate: not fits(candidate))
     if num_fitting == 0:
         return fitting
@@ -43,7 +44,10 @@ def largest_fitting(fits: Callable[[int], bool], *, start: int, most: int) -> in
 
 @dataclass(frozen=True)
 class BatchSizing:
-    """Plans steps for any batch size; the number of processes, and accumulation or the global batch, stay."""
+    """Plan steps for any batch size.
+
+    The number of processes stays the same, and so does the global batch, or the accumulation if none is set.
+    """
 
     world_size: int
     # Forward passes per step, unless there is a global batch.

@@ -57,7 +57,7 @@ class Trials:
         self._trainer.weight_alone()
         for param_group in self._trainer.state.optimizer.param_groups:
             param_group["lr"] = 0.0
-        # It goes over the CPU.
+        # Outcomes are exchanged over the CPU.
         self._exchange = setup.exchange
         self._exchange.open()
 
@@ -81,7 +81,7 @@ class Trials:
     def fits(self, size: int) -> bool:
         """Return True if a pass of `size` samples fits on every rank. Every rank must call it.
 
-        Passes errors that aren't about memory.
+        Passes on errors that aren't about memory.
         """
         size = self._sizing.pass_size(size)
         # Several sizes split a global batch in the same way.
@@ -122,7 +122,7 @@ class Trials:
         self.memory.clear()
         outcome = self._make_steps(size)
         peak = self.memory.peak_bytes()
-        # At once: other processes of this machine may still make their steps.
+        # Freed at once, for other processes of this machine that may still make their steps.
         self.memory.clear()
         outcome.peak_bytes = peak
         if outcome.refusal is None and peak is not None and room is not None and peak > room:
@@ -154,7 +154,8 @@ class Trials:
     def _expected_bytes(self, size: int) -> int:
         """Return the peak to expect in the host's memory: from a line through the two largest sizes that fitted.
 
-        The first size is compared with what the weights take without any sample. 0 if the size may be tried.
+        Once a single size has fitted, the line begins at what a step takes without any sample. Returns 0 if the size
+        may be tried in any case.
         """
         peaks = sorted((samples, trial["peak_bytes"]) for samples, trial in self.tried.items() if trial["fits"])
         if isinstance(self.memory, DeviceMemory) or not peaks:
@@ -175,8 +176,10 @@ class Trials:
         for state in self._trainer.state.optimizer.state.values():
             fixed_bytes += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
         for tensor, copies in self._copies:
-            gradients = int(tensor.requires_grad)
-            fixed_bytes += (copies + gradients) * tensor.nbytes
+            fixed_bytes += copies * tensor.nbytes
+            if tensor.requires_grad:
+                # Its gradient.
+                fixed_bytes += tensor.nbytes
         return fixed_bytes
 
 
@@ -184,9 +187,9 @@ def _count_copies(model: nn.Module, *, averages: int, gradient_copies: int) -> l
     """Return the tensors of the model, and how many copies of each the run keeps besides."""
     counts = []
     for tensor in (*model.parameters(), *model.buffers()):
-        # Averages of bfloat16 are float32.
-        widened = average_dtype(tensor).itemsize // tensor.itemsize
-        copies = averages * widened
+        # The average of a bfloat16 tensor is float32, which takes as much as two copies.
+        copies_per_average = average_dtype(tensor).itemsize // tensor.itemsize
+        copies = averages * copies_per_average
         if tensor.requires_grad:
             copies += gradient_copies
         counts.append((tensor, copies))

@@ -52,6 +52,15 @@ _STATUSES = ("finished", "stopped", "failed", "interrupted", "running", "crashed
 # The classes .s0 to .s20 in style.css: the policy allows no style attributes.
 _NUM_SHADES = 20
 _PNG_HEADER = struct.Struct(">8sI4sII")
+# Where curves are drawn in a chart.
+_AREA = {
+    "left": curves.LEFT,
+    "right": curves.RIGHT,
+    "top": curves.TOP,
+    "bottom": curves.BOTTOM,
+    "width": curves.WIDTH,
+    "height": curves.HEIGHT,
+}
 
 
 def make_page(records: Sequence[RunRecord]) -> str:
@@ -91,16 +100,6 @@ def make_page(records: Sequence[RunRecord]) -> str:
         media=list(_media(records)),
         differences=differences,
     )
-
-
-_AREA = {
-    "left": curves.LEFT,
-    "right": curves.RIGHT,
-    "top": curves.TOP,
-    "bottom": curves.BOTTOM,
-    "width": curves.WIDTH,
-    "height": curves.HEIGHT,
-}
 
 
 def _policy(*, style: str, script: str) -> str:
@@ -188,8 +187,8 @@ def _run(number: int, record: RunRecord) -> dict[str, Any]:
 
 def _environment(record: RunRecord) -> dict[str, Any]:
     facts = record.facts
+    # Somebody may have edited run.json, so any of these may be missing.
     git = facts.get("git") or {}
-    # Somebody may have edited any of it.
     hardware = facts.get("hardware") or {}
     topology = facts.get("topology") or {}
     return {
@@ -282,7 +281,7 @@ def _best(values: Sequence[Any], *, mode: str) -> float | None:
 
 
 def _better(records: Sequence[RunRecord]) -> dict[str, str]:
-    """Return by the rows of results which value is better, `min` or `max`, if all runs agree on it."""
+    """Return for the row of the monitored metric which value is better, `min` or `max`; empty if runs disagree."""
     names = {record.monitor for record in records}
     modes = {record.mode for record in records}
     if len(names) != 1 or len(modes) != 1 or None in names:
@@ -304,16 +303,19 @@ def _curves(records: Sequence[RunRecord]) -> tuple[dict[str, list[Curve | None]]
     """Return each metric's curve in each run, and as a table the metrics that were logged only once."""
     curves_of_runs = [_curves_of(record) for record in records]
     names: set[str] = set()
-    names.update(*curves_of_runs)
+    for curve_by_name in curves_of_runs:
+        names.update(curve_by_name)
 
     charts: dict[str, list[Curve | None]] = {}
     logged_once: Section = {}
     for name in sorted(names, key=_order):
-        lines = [of_run.get(name) for of_run in curves_of_runs]
-        if max(len(line or []) for line in lines) < 2:
+        # None for a run without this metric.
+        lines = [curve_by_name.get(name) for curve_by_name in curves_of_runs]
+        longest = max(len(line) for line in lines if line is not None)
+        if longest < 2:
             logged_once[name] = [_only_value(line) for line in lines]
         else:
-            charts[name] = [line and thinned(line) for line in lines]
+            charts[name] = [None if line is None else thinned(line) for line in lines]
     return charts, dict(sorted(logged_once.items()))
 
 
@@ -357,6 +359,7 @@ def _figures(
     parts: dict[str, list[_Figure]] = defaultdict(list)
     for number, (name, lines) in enumerate(charts.items()):
         last = []
+        # `run` is the number of a run, `number` that of a figure.
         for run, (record, line) in enumerate(zip(records, lines, strict=True)):
             if line:
                 _, value = line[-1]
@@ -383,15 +386,17 @@ class _Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Share:
+class _MatrixCell:
     """A cell of a confusion matrix."""
 
     count: int
+    # In the style sheet: `s0` to `s20`, and `on` for the diagonal.
     classes: str
 
 
 def _tables(records: Sequence[RunRecord]) -> Iterator[tuple[_Label, str, list[_Block]]]:
     """Yield the tables of the last validation and of the test; tables of the same name are neighbours."""
+    # A dict keeps the names in order.
     names: dict[str, None] = {}
     for record in records:
         names |= dict.fromkeys(record.texts)
@@ -471,7 +476,9 @@ def _matrix(rows: Sequence[Sequence[str]]) -> dict[str, Any]:
     shares = [_shares(row) for row in counts]
     largest_mistake = 0.0
     for target, row in enumerate(shares):
-        largest_mistake = max([largest_mistake, *row[:target], *row[target + 1 :]])
+        for predicted, share in enumerate(row):
+            if predicted != target:
+                largest_mistake = max(largest_mistake, share)
 
     body = []
     for target, row in enumerate(shares):
@@ -479,9 +486,10 @@ def _matrix(rows: Sequence[Sequence[str]]) -> dict[str, Any]:
         for predicted, share in enumerate(row):
             count = counts[target][predicted]
             if target == predicted:
-                shaded_row.append(_Share(count, f"on s{_shade(share)}"))
+                shaded_row.append(_MatrixCell(count, f"on s{_shade(share)}"))
             else:
-                shaded_row.append(_Share(count, f"s{_shade(share / (largest_mistake or 1))}"))
+                relative = share / (largest_mistake or 1)
+                shaded_row.append(_MatrixCell(count, f"s{_shade(relative)}"))
         body.append((classes[target], shaded_row))
     return {"head": rows[0][1:], "rows": body}
 
@@ -518,6 +526,7 @@ def _media(records: Sequence[RunRecord]) -> Iterator[tuple[_Label, str, list[_Me
             name, _, step = file.stem.rpartition("_")
             if file.suffix not in (".png", ".csv") or not step.isdecimal():
                 continue
+            # `/` is written `__`. Of several images of a name, each has a number at the end: `NAME__0`.
             name = re.sub(r"__\d+$", "", name).replace("__", "/")
             # A confusion matrix is among the tables already.
             if name in record.texts:
@@ -530,13 +539,15 @@ def _media(records: Sequence[RunRecord]) -> Iterator[tuple[_Label, str, list[_Me
 def _medium(file: Path, name: str, run_dir: RunDir) -> _Medium:
     try:
         content = _read(file, run_dir)
-        return _picture(content, name) if file.suffix == ".png" else _csv_table(content, name)
+        if file.suffix == ".png":
+            return _picture(content, name)
+        return _csv_table(content, name)
     except (OSError, ValueError, SyntaxError, csv.Error, Image.DecompressionBombError) as error:
         return _Medium(name, problem=f"{file.name} can't be shown: {error}")
 
 
 def _picture(content: bytes, name: str) -> _Medium:
-    """Raises ValueError, OSError or SyntaxError if it isn't a PNG file, or is too large for a browser."""
+    """Return a PNG file as it is. Raises ValueError, OSError or SyntaxError for another, or one too large to show."""
     if len(content) < _PNG_HEADER.size:
         raise ValueError("it is no PNG file")
     *_, width, height = _PNG_HEADER.unpack_from(content)
