@@ -57,6 +57,7 @@ class RankPhase(IntEnum):
     # With the exchange of gradients.
     BACKWARD = 7
     OPTIMIZER = 8
+    # Logging, and in the hooks of callbacks, loggers and the task.
     LOGGING = 9
     EVALUATE = 10
     CHECKPOINT = 11

@@ -413,6 +413,11 @@ def test_the_rank_status_shows_each_phase(tmp_path: Path) -> None:
     make_trainer(how, val=samples(7), checkpoints=manager(tmp_path), watched=link(marks)).fit()
     micro_batches = ["forward", "backward", "data"] * 2
     assert marks.seen == [
+        # The hooks of the start count as logging, as all others do.
+        "logging",
+        "building",
+        "data",
+        "logging",
         "data",
         *micro_batches,
         "optimizer",
@@ -424,11 +429,15 @@ def test_the_rank_status_shows_each_phase(tmp_path: Path) -> None:
         2,
         "logging",
         "evaluate",
+        "logging",
+        "evaluate",
+        "logging",
         "data",
         "checkpoint",
         "logging",
         # At the end, the rest is logged until the checkpoint is written.
         "checkpoint",
+        "logging",
     ]
 
 
