@@ -70,7 +70,7 @@ def build_trainer(
     if phases is not None:
         strategy.allow_unused_parameters()
     wrapped = strategy.wrap(model)
-    # The longer time-out, until the first step is done. That may compile and connect.
+    # This longer time-out holds until the first step is done, which may compile and connect.
     set_group_timeouts(config.backend.init_timeout, strategy.groups)
     if settings.compile is not None:
         # In place, so that the names of weights stay as they are.

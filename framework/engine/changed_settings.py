@@ -22,7 +22,7 @@ Node = Mapping[str, Any]
 def check_optimizer_and_schedule(config: Config, saved: dict[str, Any]) -> None:
     """Raise ConfigError if the optimizer's class, its groups or the schedule are others than in the checkpoint.
 
-    Restoring the saved state would undo such a change without a word.
+    Restoring the saved state would silently undo such a change.
     """
     configs_now = optimizer_configs(config.optimizer)
     configs_before = optimizer_configs(saved["optimizer"])
@@ -82,7 +82,7 @@ def _changes_of_group(optimizer: Optimizer, now: Node, before: Node) -> dict[str
         if name in parameters:
             default = parameters[name].default
         change = Change(before.get(name, default), now.get(name, default))
-        # One that is set only once, and has no default, can't be compared.
+        # A setting that only one of the two has, and that has no default, can't be compared.
         is_known = inspect.Parameter.empty not in change
         if is_known and change.before != change.now:
             changes[name] = change

@@ -89,7 +89,7 @@ def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
 def _restore_generators(setup: RankSetup, saved: Sequence[dict[str, Any]], *, step: int) -> None:
     """Restore every generator. If the ranks or devices are others than saved, seed them by seed, rank and step."""
     context = setup.context
-    # Restoring replaces these states.
+    # Seed first; restoring then replaces these states.
     seed_everything(mix(setup.config.seed, "resumed on", context.world_size, step), rank=setup.seed_rank)
     if len(saved) != context.world_size:
         logger.warning(

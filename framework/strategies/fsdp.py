@@ -212,7 +212,7 @@ def _by_size(model: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
 def _never_wrapped(model: nn.Module) -> set[nn.Module]:
     """Return the modules that `_by_size` leaves out.
 
-    These are the model, which is wrapped in any case, attention, and modules whose weights others read without calling
+    These are the model (it is wrapped in any case), attention, and modules whose weights others read without calling
     them.
     """
     modules = {model}

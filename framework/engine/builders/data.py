@@ -72,7 +72,7 @@ def _is_dataset(value: Any) -> bool:
 def _build_collate_fn(node: Node) -> Collate:
     """Return the function that the node names, with the node's keywords bound; of a class, an object."""
     key = "data.collate_fn"
-    # Bound as a partial: a loader calls it, with samples.
+    # Hydra must bind the keywords of a function, not call it: a loader calls it with samples.
     if not isinstance(import_target(node["_target_"]), type):
         bound: Collate = unwrap_partial(instantiate({"_convert_": "all", **node, "_partial_": True}))
         return bound
