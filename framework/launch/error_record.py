@@ -37,7 +37,7 @@ def record_of(error: BaseException) -> dict[str, Any]:
     """
     try:
         return _record(error)
-    except Exception as fault:
+    except BaseException as fault:
         stand_in = RuntimeError(
             f"An exception of the class {type(error).__name__}, which can't be described: asked for what it is, it "
             f"raises {type(fault).__name__}."
@@ -66,10 +66,10 @@ def _record(error: BaseException) -> dict[str, Any]:
 
 
 def text_of(error: BaseException) -> str:
-    """Return `str(error)`, or that the exception has no text because its `__str__` raises."""
+    """Return `str(error)`, or that the exception has no text because its `__str__` raises, be it SystemExit."""
     try:
         return str(error)
-    except Exception as fault:
+    except BaseException as fault:
         return f"(no text: its __str__ raises {type(fault).__name__})"
 
 

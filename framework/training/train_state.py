@@ -239,7 +239,10 @@ class TrainState:
         optimizer = copy.deepcopy(self.optimizer.state_dict())
         states = []
         for observer in self.observers:
-            for save, load in zip(hooks([observer], "state_dict"), hooks([observer], "load_state_dict"), strict=True):
+            save_hooks = hooks([observer], "state_dict")
+            load_hooks = hooks([observer], "load_state_dict")
+            # A class may have one of the two only.
+            for save, load in zip(save_hooks, load_hooks, strict=False):
                 states.append((load, copy.deepcopy(save())))
         yield
         model.load_state_dict(weights)

@@ -64,6 +64,13 @@ class NoTextError(Exception):
         raise RuntimeError("no pickle")
 
 
+class ExitingError(Exception):
+    """Ends the program where its text is asked for, as a signal's handler might."""
+
+    def __str__(self):
+        raise SystemExit(3)
+
+
 class NoClassError(Exception):
     @property
     def __class__(self):  # type: ignore[misc]
@@ -76,13 +83,14 @@ class Odd:
 
     def on_train_step_end(self, info):
         if info.step == 3:
-            raise {"text": NoTextError, "class": NoClassError}[self.kind]()
+            raise {"text": NoTextError, "exit": ExitingError, "class": NoClassError}[self.kind]()
 
 
 @pytest.mark.parametrize(
     ("kind", "exception"),
     [
         ("text", "NoTextError: (no text: its __str__ raises RuntimeError)"),
+        ("exit", "ExitingError: (no text: its __str__ raises SystemExit)"),
         ("class", "RuntimeError: An exception of the class NoClassError, which can't be described"),
     ],
 )
