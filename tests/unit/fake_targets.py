@@ -165,7 +165,7 @@ def stream() -> Datasets:
 class NeedsClosure(torch.optim.SGD):
     """An optimizer that computes the loss several times, as sharpness-aware ones do."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         if closure is None:
             raise RuntimeError("this step needs a closure")
-        super().step(closure)
+        return super().step(closure)
