@@ -151,7 +151,7 @@ def _check_directory(path: Path) -> None:
             "outputs/RECIPE/RUN for a run's last one, or outputs/RECIPE/RUN/checkpoints/best"
         )
     if not path.is_dir():
-        raise CheckpointError(f"There is no {path}.\n{_what_is_near(path)}")
+        raise CheckpointError(f"There is no checkpoint at {path}.\n{_what_is_near(path)}")
 
 
 def find_weights(path: Path) -> tuple[Path, ...] | None:
@@ -214,4 +214,6 @@ def _what_is_near(path: Path) -> str:
     close = nearest(path.name, names)
     if close:
         return f"Did you mean {folder / close}?"
+    if not complete_steps(folder):
+        return "Name a run, outputs/RECIPE/RUN, or one of its checkpoints. job=runs lists the runs."
     return describe_others(folder / path.name)

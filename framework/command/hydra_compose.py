@@ -6,6 +6,7 @@ imported here and nowhere else; Hydra's version is pinned.
 
 from __future__ import annotations
 
+import re
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,6 +101,8 @@ def parse_flags(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Names
     parser.error = refuse  # type: ignore[method-assign]
     # `--config` is no short form of `--config-name`.
     parser.allow_abbrev = False
+    # `-recipe=toy` is a key with a dash, not the flag `-r`. Flags have two letters at most.
+    arguments = [re.sub(r"^-(?=\w[\w.]{2,}=)", "--", text) for text in arguments]
     # Overrides first: `--info` would take one that follows it.
     ordered = sorted(arguments, key=lambda text: text.startswith("-") or "=" not in text)
     flags, unknown = parser.parse_known_intermixed_args(ordered)

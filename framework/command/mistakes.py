@@ -22,6 +22,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from framework.command.hydra_compose import compose_config, resolved
 from framework.command.words import NOT_OF_FORM, Phrase, is_override, phrases
 from framework.config.jobs import JOBS
 from framework.config.other_names import value_advice
@@ -35,6 +36,7 @@ from framework.config.parse import (
     takes_node,
     takes_several,
     unknown_key_hint,
+    value_mistakes,
     walk,
 )
 from framework.config.suggest import did_you_mean, nearest
@@ -99,6 +101,9 @@ def _meant_by(word: str, groups: Mapping[str, Sequence[str]]) -> str:
     """Return, after a space, what to type for a word without `=`; empty if unknown."""
     if word in JOBS:
         return " Leave it out, or type job=train" if word == "train" else f" Type job={word}"
+    advice = value_advice("job", word)
+    if advice is not None:
+        return f" {advice}"
     key, colon, value = word.partition(":")
     if colon and key in {*groups, *known_keys()}:
         return f" Type {key}={value or 'VALUE'}"
@@ -165,6 +170,7 @@ def _override_mistakes(
     raw: Any = OmegaConf.to_container(composed, resolve=False)
     # Its keys are those of the command, not of the experiment.
     del raw["hydra"]
+    right: list[Override] = []
     for phrase, override in key_overrides:
         mistakes = list(_key_mistakes(phrase, override, raw, groups=groups))
         yield from mistakes
@@ -172,6 +178,20 @@ def _override_mistakes(
             _, _, value = phrase.override.partition("=")
             advice = value_advice(override.key_or_group, value)
             yield f"{phrase.text}: {phrase.mistake} {advice or f'Type {phrase.override}'}"
+        elif not mistakes and not override.is_sweep_override():
+            right.append(override)
+    yield from _value_mistakes(choices, right)
+
+
+def _value_mistakes(choices: Sequence[str], right: Sequence[Override]) -> Iterator[str]:
+    """Yield what is wrong with the values of overrides whose keys are right."""
+    typed = [str(override.input_line) for override in right]
+    raw, _ = resolved(compose_config("config", [*choices, *typed]))
+    keys = tuple(f"{override.key_or_group}{end}" for override in right for end in ("=", ".", " ", ":"))
+    for mistake in value_mistakes(raw):
+        # The values of files may depend on what has been left out.
+        if mistake.startswith(keys):
+            yield mistake
 
 
 def _is_chosen_twice(override: Override) -> bool:

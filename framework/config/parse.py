@@ -53,6 +53,13 @@ def parse(raw: Mapping[str, Any]) -> Config:
     return config  # type: ignore[no-any-return]
 
 
+def value_mistakes(raw: Mapping[str, Any]) -> list[str]:
+    """Return what `parse` would report."""
+    reader = _Reader(raw)
+    reader.read_section(Config, raw, path="")
+    return reader.mistakes
+
+
 def raise_mistakes(mistakes: list[str]) -> None:
     """Raise one ConfigError that lists all of `mistakes`; do nothing if there are none."""
     if mistakes:

@@ -291,13 +291,20 @@ def _no_such_in(path: str, names: Collection[str], *, file: str | None) -> str:
         return f"there is no {name} in {parent}.{did_you_mean(f'{parent}.{guess}')}"
     if file is None:
         return f"there is no {name} in {parent}."
-    return f"there is no {name} in {parent} ({file}).{_hidden_by(file, package=path.partition('.')[0])}"
+    return f"there is no {name} in {parent} ({file}).{_hidden_by(file, module=parent)}"
 
 
-def _hidden_by(file: str, *, package: str) -> str:
-    """Return, after a space, what to do if a file of the user's hides an installed package; empty if it doesn't."""
-    places = [Path(entry or ".", package).resolve() for entry in sys.path]
-    hidden = [place for place in places if place.is_dir() and not Path(file).resolve().is_relative_to(place)]
+def _hidden_by(file: str, *, module: str) -> str:
+    """Return, after a space, what to do if a file of the user's hides another module; empty if it doesn't."""
+    own = Path(file).resolve()
+    hidden = []
+    for entry in sys.path:
+        folder = Path(entry or ".", *module.split(".")).resolve()
+        if folder.is_dir() and not own.is_relative_to(folder):
+            hidden.append(folder)
+        other = folder.with_name(f"{folder.name}.py")
+        if other.is_file() and not own.is_relative_to(folder) and other != own:
+            hidden.append(other)
     if not hidden:
         return ""
     is_merged = Path(file).name == "__init__.py" and not (hidden[0] / "__init__.py").exists()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from framework.command.job import Job
 from framework.command.request import Request
 from framework.config.schema import Config
+from framework.config.targets import SourceSignatures, check_node
+from framework.errors import TargetError
 from framework.system.run_dir import RunDir
 
 if TYPE_CHECKING:
     from framework.launch.plan import MonitorLink, RankArguments
+
+# What `call_rank` passes to a function whose signature has it.
+_OFFERED = ("config", "run_dir", "context")
 
 
 class Function(Job):
@@ -20,6 +26,16 @@ class Function(Job):
 
     def title(self, config: Config) -> str:
         return f"Calling {config.job} with"
+
+    def mistakes(self, config: Config) -> Iterator[str]:
+        signatures = SourceSignatures()
+        try:
+            signatures.parameters(config.job)
+        except TargetError as error:
+            yield f"job={config.job}: {error}"
+            return
+        node = {"_target_": config.job, **config.args}
+        yield from check_node(node, "args", positional=1, supplied=_OFFERED, signatures=signatures)
 
     def rank(self, arguments: RankArguments, link: MonitorLink) -> None:
         from framework.jobs.inference import call_rank

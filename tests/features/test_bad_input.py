@@ -143,7 +143,7 @@ def test_a_missing_checkpoint_suggests_the_nearest_one(command, tmp_path, shared
     run_dir = shared_run(*SHORT)
     answer = command("job=eval", f"checkpoint.path={run_dir}/checkpoints/step_00000003")
     assert answer.status == 2
-    assert answer.err.startswith(f"There is no {run_dir}/checkpoints/step_00000003.\nDid you mean ")
+    assert answer.err.startswith(f"There is no checkpoint at {run_dir}/checkpoints/step_00000003.\nDid you mean ")
     assert left(tmp_path) == set()
 
 

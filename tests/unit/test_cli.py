@@ -31,14 +31,27 @@ WRONG: dict[str, list[str]] = {
     ],
     "trainer.gpu=8 +data.batchsize=2 ++trainer.epochs=3 trainr.gpus=1 trainr=debug optimizer_lr=1 gpus=1 "
     "optimizer.nestrov=true callbacks.ema.decay=0.9 ~trainer.nope": [
-        "The configuration has 8 mistakes",
+        "The configuration has 10 mistakes",
         "trainer.gpu=8: there is no such key. Did you mean trainer.gpus=8?",
         "trainr=debug: there is no such key",
+        "Did you mean data.batch_size=2?",
+        "trainer.epochs=3: there is no such key. Type trainer.max_epochs=3",
         "Did you mean optimizer.lr=1?",
         "Did you mean optimizer.nesterov=true? To pass optimizer another keyword, write +",
         "~trainer.nope: there is no",
         *("Choose it with callbacks=ema"),
     ],
+    "seed=abc data.batch_size=-3 optimizer=adma trainer.gpsu=1": [
+        "The configuration has 4 mistakes",
+        "optimizer=adma: optimizer has no such option",
+        "Did you mean trainer.gpus=1?",
+        "seed=abc: must be a whole number",
+        "data.batch_size=-3: must be a whole number at least 1",
+    ],
+    "fit": ["Type job=train, or leave it out."],
+    "test recipe=toy": ["Type job=eval checkpoint.path=RUN"],
+    "-recipe=toy": ["Type recipe=toy"],
+    "job=recipes.nowhere.f": ["job=recipes.nowhere.f: there is no nowhere in recipes."],
     "+trainer.gpus=1": ["An item is already at 'trainer.gpus'."],
     "'seed=(1' data.batch_size=1,2 'data.eval_batch_size=range(3)'": [
         "seed=(1: this value can't be read.",
@@ -65,7 +78,7 @@ WRONG: dict[str, list[str]] = {
     "recipe=toy trainer.gpus=9": ["this machine has 8 GPUs.\nUse trainer.gpus=8 or trainer.gpus=auto."],
     # Runs to begin with
     "resume=nowhere": ["resume=nowhere: there is no such directory."],
-    "job=eval checkpoint.path=nowhere": ["There is no nowhere"],
+    "job=eval checkpoint.path=nowhere": ["There is no checkpoint at nowhere.\nName a run, outputs/RECIPE/RUN"],
     # Sweeps: before the first job starts
     "-m recipe=toy trainer.gpus=0,99": ["trainer.gpus=99, but this machine has"],
 }
@@ -76,7 +89,7 @@ RARELY_WRONG: dict[str, list[str]] = {
     "--cfg job recipe=digts": ["Did you mean recipe=digits?"],
     "--cfg job -m seed=1,2": ["Leave one of them out."],
     "recipe=toy trainer.gpus=0 launcher=external": ["this process isn't one of several"],
-    "recipe=toy trainer.gpus=0 init_from=nowhere": ["There is no nowhere"],
+    "recipe=toy trainer.gpus=0 init_from=nowhere": ["There is no checkpoint at nowhere"],
     "recipe=toy trainer.gpus=0 init_from=/": ["init_from also takes a folder with model.safetensors or pytorch_model"],
     "recipe=toy trainer.gpus=0 init_from=/bin/sh": ["a file of weights ends with .safetensors, .pt, .pth, .bin"],
     "recipe=toy 'init.skip=[\"(a\"]' init.rename=[a]": ['init.rename=["a"]: must be a mapping from text to text'],

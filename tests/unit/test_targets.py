@@ -68,6 +68,15 @@ def test_a_package_that_hides_another_is_named(
         import_target(f"{name}.part.Model")
 
 
+def test_folders_that_both_count_hide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("own", "installed"):
+        (tmp_path / folder / "shared").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    (tmp_path / "own" / "shared" / "mine.py").touch()
+    with pytest.raises(TargetError, match=r"there is no Model in shared.mine \(\S+mine.py\)\.$"):
+        import_target("shared.mine.Model")
+
+
 @pytest.mark.parametrize(
     ("given", "supplied", "message"),
     [
