@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, final
@@ -77,7 +79,7 @@ class Run:
     def history(self) -> Any:
         """All that was logged: a pandas DataFrame indexed by step; without pandas, a list of dicts."""
         rows: dict[int, dict[str, Any]] = {}
-        for row in read_rows(self._run_dir, warns=True):
+        for row in read_rows(self._run_dir, report=partial(warnings.warn, stacklevel=3)):
             values = {name: value for name, value in row.items() if name != "nonfinite"}
             rows.setdefault(row["step"], {}).update(values)
         try:

@@ -16,7 +16,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
-from framework.errors import ConfigError
 from framework.loggers.encoding import with_png
 from framework.loggers.media import file_stem, images_of, split
 from framework.media import Image, Media, Table
@@ -49,8 +48,10 @@ class JsonlLogger(Logger):
         self._file: JsonLines | None = None
 
     def start(self, info: FitInfo) -> None:
-        self.close()
-        self._file = JsonLines(self._path, last_step=info.start_step, check=metrics_fault)
+        if self._file is None:
+            self._file = JsonLines(self._path, last_step=info.start_step, check=metrics_fault)
+        else:
+            self._file.remove_after(info.start_step)
 
     def log(self, values: Mapping[str, float | Media], *, step: int, epoch: int) -> None:
         numbers, media = split(values)
@@ -69,7 +70,6 @@ class JsonlLogger(Logger):
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = None
 
     def _write_numbers(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
         if self._file is None:
@@ -118,7 +118,8 @@ class JsonLines:
     """A file of rows, each with its `step`, to append to. Each row reaches the kernel at once, whole or not at all.
 
     A disk that refuses is reported once, in the log and on the terminal. Rows then wait in memory, and are written
-    before the next row once there is room. One process at a time may append.
+    before the next row once there is room. A file that can't be read is reported once and left as it is: it gets no
+    rows. Neither raises. One process at a time may append.
     """
 
     def __init__(self, path: Path, *, last_step: int | None, check: Check | None = None) -> None:
@@ -126,25 +127,37 @@ class JsonLines:
 
         Args:
             check: returns what is wrong with a row that was read.
-
-        Raises:
-            ConfigError: the file can't be read.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            self._clean(path, last_step=last_step, check=check)
         self._path = path
+        self._check = check
         self._file: FileIO | None = None
         self._pending: deque[bytes] = deque()
         self._is_refused = False
+        self._is_unreadable = False
+        # What replaces the content, before the first row.
+        self._cleaned: str | None = None
+        self._clean(last_step=last_step)
         self.flush()
 
-    def _clean(self, path: Path, *, last_step: int | None, check: Check | None) -> None:
+    def remove_after(self, last_step: int) -> None:
+        """Remove the rows after this step. A file that can't be read, or written, isn't reported again."""
+        if self._is_unreadable:
+            return
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._clean(last_step=last_step)
+        self.flush()
+
+    def _clean(self, *, last_step: int | None) -> None:
+        path = self._path
+        if not os.path.lexists(path):
+            return
         texts = []
         damaged = []
         is_changed = False
         try:
-            for line in read_lines(path, check=check):
+            for line in read_lines(path, check=self._check):
                 is_kept = line.row is not None and (last_step is None or line.row["step"] <= last_step)
                 if line.row is None:
                     damaged.append(line)
@@ -152,26 +165,33 @@ class JsonLines:
                     texts.append(line.text)
                 is_changed = is_changed or not is_kept or line.is_repaired
         except OSError as error:
-            raise ConfigError(
-                f"{path} can't be read: {error.strerror or error}.\nRestore it from a copy, or remove it."
-            ) from error
+            warn(
+                f"{path} can't be read: {error.strerror or error}. Training continues, but it gets no rows. To resume "
+                "with it, restore it from a copy or remove it."
+            )
+            self._is_unreadable = True
+            return
         for line in damaged[:_DAMAGED_SHOWN]:
             warn(f"{path}: line {line.number} is damaged and is left out ({line.fault})")
         if len(damaged) > _DAMAGED_SHOWN:
             warn(f"{path}: {len(damaged) - _DAMAGED_SHOWN} more lines are damaged and are left out")
         if is_changed:
-            write_atomically(path, b"".join(texts).decode())
+            self._cleaned = b"".join(texts).decode()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append `row`. Raises ValueError for a number that is not finite, which JSON doesn't have."""
+        if self._is_unreadable:
+            return
         self._pending.append(f"{_encode(row)}\n".encode())
         self.flush()
 
     def flush(self) -> None:
         """Write the pending rows, including those that a full disk refused."""
+        if self._is_unreadable:
+            return
         try:
             if self._file is None:
-                self._file = self._path.open("ab", buffering=0)
+                self._file = self._open()
             while self._pending:
                 _append(self._file, self._pending[0])
                 self._pending.popleft()
@@ -184,8 +204,17 @@ class JsonLines:
             warn(f"{self._path} is writable again")
         self._is_refused = False
 
+    def _open(self) -> FileIO:
+        # If a file is in place of the folder, opening says so better.
+        with suppress(FileExistsError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._cleaned is not None:
+            write_atomically(self._path, self._cleaned)
+            self._cleaned = None
+        return self._path.open("ab", buffering=0)
+
     def close(self) -> None:
-        """Write what is pending and close the file; calling it again is fine."""
+        """Write what is pending and close the file; calling it again is fine. A further row opens it again."""
         if self._pending:
             self.flush()
         if self._pending:

@@ -8,9 +8,10 @@ import io
 import logging
 import os
 import re
+import sqlite3
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -29,6 +30,7 @@ _MAX_PARAMS = 100
 _MAX_PARAM_CHARS = 6000
 _LOCK_TIMEOUT_S = 60.0
 _DIGEST_CHARS = 8
+_SQLITE = "sqlite:///"
 # MLflow takes 250 characters.
 _MAX_NAME_BYTES = 200
 
@@ -81,7 +83,7 @@ class MLflowLogger(Tracker):
         self._make_metric = Metric
 
         earlier = self.identity
-        own_store = f"sqlite:///{self._outputs / 'mlflow.db'}"
+        own_store = f"{_SQLITE}{self._outputs / 'mlflow.db'}"
         uri = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or earlier.get("tracking_uri") or own_store
         if MASK in uri:
             raise ConfigError(f"the run was logged to {uri}, whose password isn't stored. Set MLFLOW_TRACKING_URI.")
@@ -116,6 +118,8 @@ class MLflowLogger(Tracker):
 
         lock = FileLock(self._outputs / ".mlflow.lock", timeout=_LOCK_TIMEOUT_S) if is_own else nullcontext()
         with lock:
+            if uri.startswith(_SQLITE):
+                _check_database(uri.removeprefix(_SQLITE).partition("?")[0])
             self._client: Any = MlflowClient(tracking_uri=uri)
             experiment = self._client.get_experiment_by_name(self._experiment)
             if experiment is not None:
@@ -206,6 +210,17 @@ class MLflowLogger(Tracker):
             self._client.log_artifact(self._run_id, str(path), place)
         else:
             warn(f"logger.mlflow: {path} is gone, so it isn't uploaded.")
+
+
+def _check_database(path: str) -> None:
+    """Raise ConfigError for a database that can't be opened: MLflow would try again for minutes."""
+    try:
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("PRAGMA schema_version")
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"{path} can't be opened: {error}. Restore it from a copy, or move it away to begin a new one."
+        ) from error
 
 
 def _allowed(name: str) -> str:

@@ -95,7 +95,7 @@ class Worker:
                 call()
             except BaseException as error:  # a library may call sys.exit, too
                 if not self._is_off:
-                    text = " ".join(str(error).split())
+                    text = " ".join(str(error).split()).rstrip(".")
                     warn(f"logger.{self._name} is off: {type(error).__name__}: {text}. Training continues without it.")
                 self._is_off = True
 
@@ -132,9 +132,11 @@ class Tracker(Logger, ABC):
 
     def start(self, info: FitInfo) -> None:
         """Truncate the journal to the step that is resumed, and start the thread."""
-        self._close_journal()
         self._step = info.start_step
-        self._journal = self._open_journal(last_step=info.start_step)
+        if self._journal is None:
+            self._journal = self._open_journal(last_step=info.start_step)
+        else:
+            self._journal.remove_after(info.start_step)
         self._start_worker()
 
     def log(self, values: Mapping[str, float | Media], *, step: int, epoch: int) -> None:
@@ -177,11 +179,19 @@ class Tracker(Logger, ABC):
     def _start_worker(self) -> None:
         if self._worker is not None:
             return
-        lines = read_lines(self._folder / _JOURNAL, check=self._fault)
-        earlier = [line.row for line in lines if line.row is not None]
+        earlier = self._earlier_rows()
         self._worker = Worker(self.name)
         self._worker.submit(self.begin)
         self._worker.submit(lambda: self.write_earlier([_from_plain(row) for row in earlier]))
+
+    def _earlier_rows(self) -> list[dict[str, Any]]:
+        """Return the journal's rows of an earlier process; none if it can't be read, which has been reported."""
+        try:
+            lines = list(read_lines(self._folder / _JOURNAL, check=self._fault))
+        except OSError:
+            return []
+        # A full disk may keep later rows in the file.
+        return [line.row for line in lines if line.row is not None and line.row["step"] <= self._step]
 
     def _open_journal(self, *, last_step: int | None) -> JsonLines:
         return JsonLines(self._folder / _JOURNAL, last_step=last_step, check=self._fault)
@@ -189,7 +199,6 @@ class Tracker(Logger, ABC):
     def _close_journal(self) -> None:
         if self._journal is not None:
             self._journal.close()
-            self._journal = None
 
     def _fault(self, row: Row) -> str | None:
         """Return what is wrong with a row of the journal, on which the tracker's library would fail; else None."""

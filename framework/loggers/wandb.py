@@ -97,6 +97,9 @@ class WandbLogger(Tracker):
         self.identity = facts
 
     def write_earlier(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            # The earlier folders have what a lost journal had.
+            return
         was_synced = any(list(folder.glob("*.synced")) for folder in self._offline_before)
         if self._run.offline and (self._was_online or was_synced):
             return

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
-from framework.runs.record import DamagedRunError, RunRecord, read_run
+from framework.runs.record import DamagedRunError, RunRecord, print_left_out, read_run
 from framework.system.formatting import display_path
-from framework.system.shown_text import shown
 
 
 class FoundRuns(NamedTuple):
@@ -42,7 +40,7 @@ def find_runs(folder: Path) -> FoundRuns:
             try:
                 record = read_run(place)
             except DamagedRunError as error:
-                _print_left_out(str(error))
+                print_left_out(str(error))
                 num_damaged += 1
                 continue
             if record is None:
@@ -59,7 +57,7 @@ def _folders_in(folder: Path) -> list[Path]:
     try:
         places = [place for place in folder.iterdir() if not place.name.startswith(".")]
     except OSError as error:
-        _print_left_out(f"{display_path(folder)} can't be read: {error.strerror or error}.")
+        print_left_out(f"{display_path(folder)} can't be read: {error.strerror or error}.")
         return []
     places.sort(key=lambda place: (place.is_symlink(), _natural(place.name)))
     return [place for place in places if os.path.isdir(place)]  # noqa: PTH112
@@ -74,10 +72,6 @@ def _is_of_parity(place: Path) -> bool:
     """Return True for one of the trainings that job=parity compares: RECIPE/parity/DATE/processes/2."""
     is_side = place.parent.name in ("processes", "moved")
     return is_side and place.parents[2].name == "parity"
-
-
-def _print_left_out(line: str) -> None:
-    print(shown(line), file=sys.stderr, flush=True)
 
 
 def _real(place: Path) -> str:

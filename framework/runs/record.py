@@ -11,8 +11,7 @@ import shlex
 import socket
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cached_property, partial
@@ -28,6 +27,7 @@ from framework.system.formatting import display_path
 from framework.system.hardware import cpu_count, visible_gpus
 from framework.system.json_lines import is_finite_number, metrics_fault, read_lines
 from framework.system.run_dir import RunDir, is_locked
+from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
 
 MISSING: Any = object()
@@ -369,13 +369,28 @@ class RunRecord:
         """Return the results of `best`, `last` or `test`; empty if there are none."""
         return self._results.get(part) or {}
 
+    def rows(self, *, having: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the rows of metrics.jsonl, as `read_rows` does. The first time, say what can't be read."""
+        return read_rows(self.run_dir, report=self._report_rows, having=having)
+
+    def _report_rows(self, line: str) -> None:
+        if self._reported:
+            return
+        self._reported.append(line)
+        print_left_out(line)
+
+    @cached_property
+    def _reported(self) -> list[str]:
+        """Return what was said of metrics.jsonl."""
+        return []
+
     @cached_property
     def _validated(self) -> _Validated:
         """Return the metrics of the best and the last validation in metrics.jsonl, for a run without results."""
         name = self.monitor
         if name is None:
             return _Validated({}, {})
-        rows = [row for row in read_rows(self.run_dir, having=name) if row.get(name) is not None]
+        rows = [row for row in self.rows(having=name) if row.get(name) is not None]
         if not rows:
             return _Validated({}, {})
         choose = max if self.mode == "max" else min
@@ -474,25 +489,39 @@ def _check_config(run_dir: RunDir) -> None:
             return
 
 
-def read_rows(run_dir: RunDir, *, having: str | None = None, warns: bool = False) -> Iterator[dict[str, Any]]:
+def read_rows(
+    run_dir: RunDir, *, report: Callable[[str], object], having: str | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the readable rows of metrics.jsonl, only those with the metric `having` if that is given.
 
     Args:
-        warns: Warn about damaged lines, which are left out.
+        report: Is called once, with a line that says what can't be read, if there is anything.
     """
-    if not run_dir.metrics_file.exists():
+    path = run_dir.metrics_file
+    if not os.path.lexists(path):
         return
+    damaged = []
     try:
-        # The last line may be half written.
-        for line in read_lines(run_dir.metrics_file, check=metrics_fault, having=having):
+        for line in read_lines(path, check=metrics_fault, having=having):
             if line.row is None:
-                if warns:
-                    warnings.warn(f"{run_dir.metrics_file}: line {line.number} is damaged ({line.fault})", stacklevel=3)
+                damaged.append(line)
             elif having is None or having in line.row:
                 yield line.row
-    except OSError:
-        # It isn't a file that a run has written.
+    except OSError as error:
+        report(f"{display_path(path)} can't be read: {error.strerror or error}.")
         return
+    if damaged and not damaged[-1].text.endswith(b"\n") and is_locked(run_dir):
+        # The run is writing that line.
+        damaged.pop()
+    if damaged:
+        first = f"line {damaged[0].number} is damaged ({damaged[0].fault})"
+        others = f", and so are {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        report(f"{display_path(path)}: {first}{others}. What is damaged is left out.")
+
+
+def print_left_out(line: str) -> None:
+    """Print to stderr what a list, comparison or report doesn't have because it can't be read."""
+    print(shown(line), file=sys.stderr, flush=True)
 
 
 def metric_names(row: Mapping[str, Any]) -> list[str]:

@@ -257,6 +257,29 @@ def test_a_damaged_byte_costs_only_its_row(train, name, byte):
     assert rows[2 : len(lines) - 1] == lines[3:]
 
 
+@pytest.mark.parametrize("place", ["trackers/fake", "trackers/fake/journal.jsonl"])
+def test_logs_that_are_lost_never_end_training(train, place):
+    fake = "+logger.fake._target_=tests.features.tracker_cases.Fake"
+    run_dir = train(*SHORT, "logger=[jsonl,tensorboard]", fake, "checkpoint.every_n_steps=20", "trainer.max_steps=20")
+    metrics = run_dir / "metrics.jsonl"
+    metrics.unlink()
+    metrics.mkdir()
+    lost = run_dir / place
+    if lost.is_dir():
+        shutil.rmtree(lost)
+        lost.write_text("")
+    else:
+        lost.unlink()
+        lost.mkdir()
+    train(f"resume={run_dir}", "trainer.max_steps=40")
+    assert results.results(run_dir)["steps"] == 40
+    log = results.log(run_dir)
+    assert log.count(f"WARNING {metrics} can't be read: Is a directory") == 1
+    assert log.count(f"WARNING {run_dir}/trackers/fake/journal.jsonl can't be") == 1
+    assert "earlier 0\n" in (run_dir / "fake").read_text()
+    assert results.events(run_dir).Scalars("train/loss")[-1].step == 40
+
+
 def test_lists_skip_a_damaged_record_and_say_so(train, run, tmp_path, capfd, monkeypatch):
     whole = train(*STOPPED)
     edit(run / "run.json", '"started": "2', '"started": "x')

@@ -25,6 +25,7 @@ class Damage(NamedTuple):
     name: str
     make: Callable[[Path], object]
     is_readable: bool = False
+    costs_metrics: bool = False
 
 
 def content(file: str, text: str | bytes) -> Callable[[Path], object]:
@@ -119,7 +120,11 @@ def damages() -> list[Damage]:
     for odd in ODD_BUT_READABLE:
         table.append(Damage(f"run.json with {odd}", facts(**odd), is_readable=True))
     for row in ROWS:
-        table.append(Damage(f"metrics.jsonl is {row!r}", content("metrics.jsonl", row), is_readable=True))
+        table.append(
+            Damage(
+                f"metrics.jsonl is {row!r}", content("metrics.jsonl", row), is_readable=True, costs_metrics=row != ""
+            )
+        )
     for text in ("", "[]", "{", "a: [1", b"\xff"):
         table.append(Damage(f"config.yaml is {text!r}", content("config.yaml", text)))
     # Somebody has edited them.
@@ -128,7 +133,8 @@ def damages() -> list[Damage]:
     for text in ("", "{}", "- 'a"):
         table.append(Damage(f"overrides.yaml is {text!r}", content("overrides.yaml", text)))
     for make in KINDS:
-        table.append(Damage(f"metrics.jsonl is a {make.__name__}", make("metrics.jsonl"), is_readable=True))
+        metrics = make("metrics.jsonl")
+        table.append(Damage(f"metrics.jsonl is a {make.__name__}", metrics, is_readable=True, costs_metrics=True))
         table.append(Damage(f"run.json is a {make.__name__}", make("run.json")))
         table.append(Damage(f"config.yaml is a {make.__name__}", make("config.yaml")))
     table.append(Damage("run.json is cut", truncated("run.json")))
@@ -204,6 +210,8 @@ def test_damaged_runs_are_named_and_others_are_shown(tmp_path: Path, ask: Any, h
             is_named = re.search(rf"^{run} is damaged: ", answer.err, re.MULTILINE) is not None
             if (is_shown, is_named) != (damage.is_readable, not damage.is_readable):
                 wrong.append((name, damage.name[:80]))
+            if name == "report" and answer.err.count(f"{run}/metrics.jsonl") != damage.costs_metrics:
+                wrong.append((name, damage.name[:80]))
     assert wrong == []
     num_damaged = sum(not damage.is_readable for damage in hurt.values())
     assert f"and {num_damaged} damaged runs\n" in ask("job=runs").out
@@ -220,12 +228,25 @@ def test_a_damaged_run_that_is_named_is_refused(ask: Any, hurt: dict[str, Damage
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("key", ["resume", "rerun"])
-def test_no_damage_ends_resuming_with_a_traceback(ask: Any, hurt: dict[str, Damage], key: str) -> None:
+def test_no_damage_ends_resuming_with_a_traceback(ask: Any, hurt: dict[str, Damage]) -> None:
     # Composing costs a second.
     for run in list(hurt)[::5]:
-        answer = ask("--cfg", "job", f"{key}={run}")
-        assert answer.status == 0 or run in answer.err
+        for key in ("resume", "rerun"):
+            answer = ask("--cfg", "job", f"{key}={run}")
+            assert answer.status == 0 or run in answer.err
+
+
+def test_damaged_metrics_of_an_unfinished_run_are_named(ask: Any, made: Any) -> None:
+    made("whole")
+    run_dir = made("hurt")
+    facts(status="failed", results=None)(run_dir)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "val/loss": "low"}\n')
+    named = (
+        r"outputs/toy/hurt/metrics\.jsonl: line \d is damaged \(val/loss isn't a finite number\)\. What is .* out\.\n"
+    )
+    for arguments in READERS.values():
+        assert re.fullmatch(named, ask(*arguments).err)
 
 
 def test_a_folder_that_cannot_be_read_is_named(

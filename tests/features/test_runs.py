@@ -362,7 +362,10 @@ def test_a_report_has_confusion_matrices_and_failures(train, answer: Command, tm
 def test_damaged_lines_of_metrics_are_left_out(tmp_path):
     run_dir = RunDir(tmp_path)
     run_dir.metrics_file.write_text('{"step": 1, "val/loss": 0.5}garbage\n\x00\x01\n{"step": 2, "val/loss": 0.4}\n{"st')
-    assert [row["step"] for row in read_rows(run_dir)] == [2]
+    lines: list[str] = []
+    assert [row["step"] for row in read_rows(run_dir, report=lines.append)] == [2]
+    (line,) = lines
+    assert ", and so are 2 more. What is damaged is left out." in line
 
 
 def test_a_symlinked_run_is_listed_once(tmp_path):

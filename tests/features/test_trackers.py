@@ -163,6 +163,23 @@ def test_a_failing_tracker_is_reported_once(train, trouble, where):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("damage", ["bytes", "folder"])
+def test_a_damaged_database_is_named_once(train, tmp_path, damage):
+    database = tmp_path / "outputs/mlflow.db"
+    database.parent.mkdir(exist_ok=True)
+    if damage == "folder":
+        database.mkdir()
+    else:
+        database.write_bytes(b"\xff" * 5000)
+    # MLflow itself tries to open it for longer than that.
+    run_dir = train(*SHORT, "trainer.max_steps=10", "logger=[jsonl,mlflow]", "logger.mlflow.close_timeout_s=50")
+    log = results.log(run_dir)
+    assert log.count("WARNING logger.mlflow") == 1
+    assert f"{database} can't be opened" in log
+    assert results.results(run_dir)["steps"] == 10
+
+
+@pytest.mark.exhaustive
 def test_names_that_mlflow_refuses_are_changed(train, tmp_path):
     (tmp_path / "names.py").write_text(
         "import torch\n"

@@ -33,7 +33,7 @@ from framework.config.secrets import masked_arguments
 from framework.errors import ConfigError
 from framework.monitoring.report import FailureReport, render
 from framework.runs.compare import Section, cell, compare, metrics
-from framework.runs.record import DamagedRunError, RunRecord, metric_names, read_rows, read_run
+from framework.runs.record import DamagedRunError, RunRecord, metric_names, read_run
 from framework.runs.report import curves
 from framework.runs.report.curves import Chart, Curve, chart, color, thinned
 from framework.system.files import parse_json, read_bytes
@@ -328,7 +328,7 @@ def _only_value(curve: Curve | None) -> float | None:
 
 def _curves_of(record: RunRecord) -> dict[str, Curve]:
     curve_by_name: dict[str, Curve] = defaultdict(list)
-    for row in read_rows(record.run_dir):
+    for row in record.rows():
         for name in metric_names(row):
             # A bool is no number here.
             if row[name] is None or type(row[name]) in (int, float):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from framework.errors import ConfigError
 from tests.helpers.disks import full_at
 from tests.helpers.internals import JsonLines, metrics_fault
 from tests.helpers.records import read_rows
@@ -152,7 +152,41 @@ def test_any_flipped_bit_costs_one_row_at_most(tmp_path: Path, bit: int) -> None
     assert len(kept) >= len(ROWS) - 1
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(ConfigError, match="isn't a regular file"):
-        reopened(tmp_path / "metrics.jsonl")
+def written(path: Path) -> None:
+    """Resume from step 4 and write further rows."""
+    with closing(JsonLines(path, last_step=4, check=metrics_fault)) as file:
+        file.write({"step": 5})
+        file.flush()
+        file.write({"step": 6})
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name)])
+def test_what_cannot_be_read_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    make(path)
+    written(path)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{path} can't be read: ")
+    assert path.is_symlink() or not path.is_file()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trackers").write_text("")
+    path = tmp_path / "trackers" / "fake" / "journal.jsonl"
+    written(path)
+    refused, lost = capsys.readouterr().out.splitlines()
+    assert refused == f"{path} can't be written: Not a directory. Its rows wait in memory"
+    assert lost == f"{path} lacks 2 rows that the disk refused"
+
+
+def test_a_full_disk_delays_the_removal_of_later_rows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(ROWS))
+    with full_at(10):
+        file = JsonLines(path, last_step=4, check=metrics_fault)
+        file.write({"step": 5})
+    assert steps(path) == [*range(1, 9)]
+    file.close()
+    assert steps(path) == [*range(1, 6)]
