@@ -16,6 +16,7 @@ from torch import Tensor
 
 from framework.config.schema import TrainerConfig
 from framework.distributed.collectives import any_over_ranks
+from framework.errors import TargetError
 from framework.loggers.encoding import Encoder
 from framework.loggers.media import log_to_loggers
 from framework.media import Drawing, Media, Text
@@ -25,7 +26,7 @@ from framework.system.rank_log import warn
 from framework.training.evaluation import Evaluation
 from framework.training.flops import FlopRate
 from framework.training.meter import bad_loss, is_loss
-from framework.training.step_output import is_number, is_pair, media_of
+from framework.training.step_output import is_number, is_pair, is_taken, media_of
 from framework.training.step_times import SHARES, StepTimer, Throughput
 from framework.training.train_state import TrainState
 from framework.types import Interval, Log, hooks
@@ -215,11 +216,18 @@ class Logbook:
     # What callbacks and tasks log
 
     def add(self, log: Log, *, part: str) -> None:
-        """Log the values that a callback has returned. Pairs (sum, count) wait until `log_pairs` reduces them."""
+        """Log the values that a callback has returned. Pairs (sum, count) wait until `log_pairs` reduces them.
+
+        Raises TargetError for a name that the framework logs itself.
+        """
         values: dict[str, Any] = {}
         answered: Mapping[str, Any] = log.values
         for name, value in answered.items():
             whole_name = f"{part}/{name}"
+            if part == "train" and is_taken(name):
+                raise TargetError(
+                    f"A callback logs {name!r}, and the framework logs {whole_name} itself. Use another name."
+                )
             if is_pair(value):
                 self._state.reported.add(whole_name, (value[0], value[1]))
             elif not is_number(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -15,6 +16,14 @@ from framework.media import Media
 from framework.tasks.supervised import describe
 from framework.training.meter import LOSS
 from framework.types import StepOutput, Task
+
+# Names of train/ that the framework logs itself.
+_LOGGED_BY_THE_FRAMEWORK = re.compile(r"loss|mfu|(samples|steps|tflop)_per_s|(lr|grad_norm)(/.+)?")
+
+
+def is_taken(name: str) -> bool:
+    """Return True if the framework itself logs `train/NAME`."""
+    return _LOGGED_BY_THE_FRAMEWORK.fullmatch(name) is not None
 
 
 def check_output(output: Any, task: Task, method: str) -> None:
@@ -52,7 +61,7 @@ def _problem_of(output: Any, *, is_trained: bool) -> str | None:
     media: Any = output.media
     if media is not None and not callable(media):
         return f"media that is {describe(media)}. Return a function without arguments that returns a dict."
-    return _problem_of_updates(output.updates) or _problem_of_metrics(output.metrics)
+    return _problem_of_updates(output.updates) or _problem_of_metrics(output.metrics, is_trained=is_trained)
 
 
 def _problem_of_updates(updates: Any) -> str | None:
@@ -61,12 +70,14 @@ def _problem_of_updates(updates: Any) -> str | None:
     return f"updates that are {describe(updates)}. Return a dict from names of metrics to tuples of arguments."
 
 
-def _problem_of_metrics(metrics: Any) -> str | None:
+def _problem_of_metrics(metrics: Any, *, is_trained: bool) -> str | None:
     if not isinstance(metrics, Mapping):
         return f"metrics that are {describe(metrics)}. Return a dict."
     for name, pair in metrics.items():
         if not isinstance(name, str) or name == LOSS:
             return f"a metric called {name!r}. Use a str other than {LOSS!r}."
+        if is_trained and is_taken(name):
+            return f"a metric called {name!r}, and the framework logs train/{name} itself. Use another name."
         if not is_pair(pair):
             return (
                 f"the metric {name!r} as {describe(pair)}. Return a pair (sum over samples, count) of numbers or "

@@ -109,6 +109,7 @@ class Module(pl.LightningModule):
         loss = mse_loss(hidden, batch[1])
         self.log("train_loss", loss, on_step=False, on_epoch=True)
         self.log("seen", float(batch_idx))
+        self.log("lr", 5.0)
         self.log("train_size", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="max")
         return {"loss": loss, "hidden": hidden, "parts": [{"twice": loss * 2}], "name": "a"}
 

@@ -363,6 +363,13 @@ def test_another_answer_than_stop_is_refused(train, tmp_path, capsys):
     assert "A callback returned True. Return framework.Stop(reason)" in capsys.readouterr().err
 
 
+def test_a_name_that_the_framework_logs_is_refused(train, tmp_path, capsys):
+    code = "from framework import Log\nclass Rate:\n    def on_train_step_end(self, info): return Log({'lr': 3.0})\n"
+    (tmp_path / "rate.py").write_text(code)
+    train(*SHORT, "+callbacks.rate._target_=rate.Rate", status=2)
+    assert "A callback logs 'lr', and the framework logs train/lr itself." in capsys.readouterr().err
+
+
 CLOSING = """
 class Falls:
     def on_train_step_end(self, info):

@@ -301,6 +301,8 @@ def test_hooks_and_attributes_of_the_trainer_are_lightnings(habits, lightnings_n
         assert list(results.curve(run_dir, ours).values()) == pytest.approx(values, abs=1e-5), theirs
     assert list(results.curve(run_dir, "train/seen_epoch").values()) == [7.0, 7.0]
     assert list(results.curve(run_dir, "train/lr_epoch").values()) == [3.0, 3.0]
+    assert set(results.curve(run_dir, "train/lr_step").values()) == {5.0}
+    assert 5.0 not in results.curve(run_dir, "train/lr").values()
     assert results.repeated(run_dir) == {}
 
 

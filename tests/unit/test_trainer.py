@@ -334,6 +334,14 @@ def test_a_wrong_step_output_is_refused_early(output: Any, message: str) -> None
         assert trainer.progress.step == 0
 
 
+@pytest.mark.parametrize("name", ["lr", "lr/head", "grad_norm", "mfu", "steps_per_s"])
+def test_a_metric_keeps_off_names_of_the_framework(name: str) -> None:
+    output = StepOutput(LOSS, 4, {name: (1.0, 4)})
+    trainer = make_trainer(task=type("Taken", (Squares,), {"training_step": lambda *_: output})())
+    with pytest.raises(TargetError, match=f"a metric called '{name}', and the framework logs train/{name} itself"):
+        trainer.fit()
+
+
 def test_unusable_losses_and_predictions_are_refused() -> None:
     detached = StepOutput(torch.zeros(()), 4)
     trainer = make_trainer(task=type("Cut", (Squares,), {"training_step": lambda *_: detached})())

@@ -30,6 +30,12 @@ _LOGGED_BY_THE_FRAMEWORK = re.compile(r"loss|mfu|(lr|grad_norm)(/.+)?|.+_per_s")
 _Entry = dict[str, Any]
 
 
+def _step_name(short: str) -> str:
+    """Return the name of a step's value: `NAME_step` where the framework logs that name itself, but for the loss."""
+    is_taken = short != "loss" and _LOGGED_BY_THE_FRAMEWORK.fullmatch(short) is not None
+    return f"{short}_step" if is_taken else short
+
+
 def short_name(name: str, part: LogPart) -> str:
     """Return the name without its part, which the framework puts in front: `val_loss` is `loss` of val."""
     match = re.fullmatch(rf"(?:{_PREFIXES[part]})[_/. -](.+)", name)
@@ -154,7 +160,7 @@ class Log:
         on_step = on_step and part == "train"
         if on_step and value_now is not None:
             self._step_names.add(short)
-            self._add("step", short, self._entry(name, value_now, reduction, size=batch_size))
+            self._add("step", _step_name(short), self._entry(name, value_now, reduction, size=batch_size))
         if not on_epoch:
             return
         if is_torchmetric(value):
