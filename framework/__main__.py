@@ -61,7 +61,8 @@ def _command() -> int:
     try:
         with interrupting():
             return _run_command()
-    except StoppedBySignalError:
+    except StoppedBySignalError as stop:
+        print(f"Stopped by {stop} before anything was started", file=sys.stderr, flush=True)
         return EXIT_STOPPED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -223,7 +223,7 @@ class Sweep:
         """
         run_dir = RunDir(_sub_run(request))
         number = run_dir.path.name
-        print(f"[{number}] {label}  running", flush=True)
+        print("  ".join([f"[{number}] {label}".rstrip(), "running"]), flush=True)
         start = time.perf_counter()
         result = _run_caught(request)
         seconds = f"{time.perf_counter() - start:.1f}"
@@ -243,7 +243,7 @@ class Sweep:
             score = f"{result.score:.4f}"
         self._ended.append(request)
         self._rows.append((number, how, score, seconds))
-        print("  ".join([f"[{number}] {label}", how, score, f"{seconds} s", where]).rstrip(), flush=True)
+        print("  ".join([f"[{number}] {label}".rstrip(), how, score, f"{seconds} s", where]).rstrip(), flush=True)
         if result.status == EXIT_STOPPED:
             raise _JobStoppedError
         return result
