@@ -68,14 +68,14 @@ def run_rank(
             rendezvous=arguments.rendezvous,
             with_cpu=setup.strategy.exchanges_on_cpu,
         )
-        with group, link.recording():
+        with group, link.recording(), ExitStack() as stack:
             if before_training is not None:
                 before_training(setup)
             if streams_of(datasets):
                 setup.exchange.open()
             link.rank_status.set_phase(RankPhase.BUILDING)
             _show_status(setup, "Building the model …")
-            return _train(setup, datasets, train_loader)
+            return _train(setup, datasets, train_loader, stack=stack)
 
 
 def _show_status(setup: RankSetup, text: str) -> None:
@@ -83,18 +83,12 @@ def _show_status(setup: RankSetup, text: str) -> None:
         show_status(text)
 
 
-def _train(setup: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLoader) -> int | None:
-    """Assemble, restore, fit, test and close, inside the process group."""
-    with ExitStack() as stack:
-        return _train_stoppable(setup, datasets, train_loader, stack=stack)
-
-
-def _train_stoppable(
+def _train(
     setup: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLoader, *, stack: ExitStack
 ) -> int | None:
-    """Do what `_train` says; `stack` is left once everything is closed.
+    """Assemble, restore, fit, test and close, inside the process group.
 
-    From `fit` until then, a signal to stop is only noted, so that it can't interrupt the closing.
+    From `fit` until `stack` is left, a signal to stop is only noted, so that it can't interrupt the closing.
     """
     val_loaders = make_eval_loaders(setup, datasets, part="val", strategy=setup.strategy)
     test_loaders = make_eval_loaders(setup, datasets, part="test", strategy=setup.strategy)

@@ -430,7 +430,7 @@ class PipelineRules(StrategyRules):
         checks: list[Callable[[], object]] = [
             lambda: check_one_device(topology, option="strategy=pipeline"),
             lambda: check_gpus_are_connected(topology, request.backend, option="strategy=pipeline"),
-            self._size,
+            # It computes the size first.
             self._microbatches,
             lambda: check_pipeline_precision(request.precision),
         ]

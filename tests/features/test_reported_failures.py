@@ -72,8 +72,8 @@ class ExitingError(Exception):
 
 
 class NoClassError(Exception):
-    @property
-    def __class__(self):  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self):
         raise RuntimeError("no class")
 
 
