@@ -31,6 +31,8 @@ _DYNAMIC = re.compile(r"\b__getattr__\b|\bglobals\(|\blocals\(|\bvars\(|\bexec\(
 _GLOBAL = re.compile(r"^[ \t]+global[ \t]+(.*)$", re.MULTILINE)
 # How many imports are followed from one name, at most.
 _MAX_DEPTH = 12
+# Star imports of one module that are followed, at most.
+_MAX_STARS = 30
 _ANYTHING = object()
 """Stands for a default value, which isn't evaluated."""
 
@@ -228,17 +230,29 @@ def methods(node: ast.ClassDef) -> list[str]:
 
 
 def _find_module(name: str) -> SourceModule | None:
-    parent, _, _ = name.rpartition(".")
+    parent, _, last = name.rpartition(".")
     try:
         if not parent:
             spec = importlib.util.find_spec(name)
         else:
             package = _find_module(parent)
-            spec = None if package is None or not package.folders else PathFinder.find_spec(name, package.folders)
+            if package is None or not package.folders:
+                return None
+            try:
+                spec = PathFinder.find_spec(name, package.folders)
+            except KeyError:
+                # A folder without __init__.py: Python looks for its parent among the imported modules.
+                spec = _namespace_package(name, [Path(folder, last) for folder in package.folders])
     except (ImportError, AttributeError, ValueError):
         # Python says so of modules that were made by hand.
         return None
     return None if spec is None else SourceModule(name, spec)
+
+
+def _namespace_package(name: str, folders: list[Path]) -> ModuleSpec:
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [str(folder) for folder in folders if folder.is_dir()]
+    return spec
 
 
 class _Contents:
@@ -350,6 +364,9 @@ def _attribute(module: SourceModule, name: str, *, depth: int = 0) -> Found:
         return None
 
     nodes = contents.bindings.get(name, [])
+    # Star imports may lead through thousands of files, as those of transformers do, which makes its names lazily.
+    if not nodes and contents.stars and (contents.is_dynamic or len(contents.stars) > _MAX_STARS):
+        return submodule
     candidates = [_bound(module, node, name, depth=depth + 1) for node in nodes]
     last_line = max((_line(node) for node in nodes), default=0)
     for star in contents.stars:

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from framework import Datasets, StepOutput
 from tests.helpers import results
-from tests.helpers.internals import make_context, setup_module
+from tests.helpers.internals import make_context, rank_setup_module
 
 SHORT = ("logger=jsonl", "trainer.limit_test_batches=0", "trainer.limit_val_batches=1")
 NO_KEYWORDS = ("~data.datasets.num_samples", "~data.datasets.seed")
@@ -113,7 +113,7 @@ def test_the_device_is_chosen_before_user_code(train, monkeypatch):
     def on_gpu(topology, **place):
         return replace(make_context(topology, **place), devices=(torch.device("cuda", 0),))
 
-    monkeypatch.setattr(setup_module, "make_context", on_gpu)
+    monkeypatch.setattr(rank_setup_module, "make_context", on_gpu)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: CALLS.append(str(device)))
     CALLS.clear()
     data = (*NO_KEYWORDS, f"data.datasets._target_={__name__}.notes_device")

@@ -57,7 +57,7 @@ def test_a_stopped_job_ends_its_sweep(tmp_path):
     assert "Stopped in job 1; 1 more were not started." in lines
     (stopped,) = [line for line in lines if line.startswith("1  ")]
     assert stopped.split()[2] == "stopped"
-    (line,) = [line for line in lines if line.startswith("[1]")]
+    *_, line = [line for line in lines if line.startswith("[1]")]
     resumed = run_framework(line.split()[-1], cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert "Resuming after step 20" in resumed.stdout

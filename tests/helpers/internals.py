@@ -146,7 +146,7 @@ if TYPE_CHECKING:
     )
     from framework.distributed.store import SECRET, RunStore, UnverifiedError, listen
     from framework.engine import restore as restore_module
-    from framework.engine import setup as setup_module
+    from framework.engine import setup as rank_setup_module
     from framework.engine.builders.data import build_datasets
     from framework.engine.builders.model import build_model, build_task
     from framework.engine.builders.observers import build_callbacks, build_loggers
