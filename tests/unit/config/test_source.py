@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib import import_module, invalidate_caches
 from pathlib import Path
@@ -173,3 +174,23 @@ def test_a_changed_file_is_read_again(package: Path) -> None:
     for keyword in ("one", "another"):
         file.write_text(f"def make({keyword}): ...")
         assert list(source_module.signature(source_module.look_up("edited.make")) or ()) == [keyword]
+
+
+def test_folders_without_init_are_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outer_package" / "inner").mkdir(parents=True)
+    (tmp_path / "outer_package" / "__init__.py").touch()
+    (tmp_path / "outer_package" / "inner" / "data.py").write_text("def texts(size): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = source_module.look_up("outer_package.inner.data.texts")
+    assert list(source_module.signature(found) or ()) == ["size"]
+    assert isinstance(source_module.look_up("outer_package.inner.dataa.texts"), source_module.Missing)
+    assert "outer_package" not in sys.modules
+
+
+def test_names_that_are_made_lazily_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = []
+    read = source_module._contents
+    monkeypatch.setattr(source_module, "_contents", lambda path, version: files.append(path) or read(path, version))
+    assert source_module.look_up("transformers.AutoModelForCausalLM.from_config") is None
+    assert source_module.look_up("transformers.GPT2Config") is None
+    assert len(files) < 10
