@@ -188,9 +188,14 @@ def test_folders_without_init_are_packages(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_names_that_are_made_lazily_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = []
+    files: list[Path] = []
     read = source_module._contents
-    monkeypatch.setattr(source_module, "_contents", lambda path, version: files.append(path) or read(path, version))
+
+    def counted(path: Path, version: tuple[int, int]) -> Any:
+        files.append(path)
+        return read(path, version)
+
+    monkeypatch.setattr(source_module, "_contents", counted)
     assert source_module.look_up("transformers.AutoModelForCausalLM.from_config") is None
     assert source_module.look_up("transformers.GPT2Config") is None
     assert len(files) < 10
