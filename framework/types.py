@@ -5,6 +5,7 @@ Imports no torch at run time, so every layer may import this module.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
@@ -319,6 +320,14 @@ class FitInfo:
     # of the last epoch, as `torch.optim.swa_utils.update_bn` computes them. Takes a forward pass over the training
     # data. Every rank must call it, after the last step of an epoch and before the next.
     batchnorm_statistics: Callable[[], Mapping[str, Tensor]] = field(default=dict, compare=False)
+
+
+_LOGGED_BY_TRAINING = re.compile(r"loss|mfu|(samples|steps|tflop)_per_s|(lr|grad_norm)(/.+)?")
+
+
+def is_logged_by_training(name: str) -> bool:
+    """Return True if training itself logs `train/NAME`."""
+    return _LOGGED_BY_TRAINING.fullmatch(name) is not None
 
 
 class Stop(NamedTuple):

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, final
 
 from framework.system.orphans import ENDS_WITH_OTHERS
-from framework.system.output import tolerant
+from framework.system.output import ERASE_LINE, tolerant
 from framework.system.signals import die_with_parent
 
 Message = dict[str, Any]
 # How long a process may take to exit after its work.
 LEAVE_S = 10.0
-_ERASE_LINE = "\r\x1b[K"
 
 
 @dataclass(frozen=True)
@@ -198,13 +197,13 @@ class Tee(io.TextIOBase):
         self.log.write(text)
         if self._status.is_shown:
             self._status.is_shown = False
-            self.terminal.write(_ERASE_LINE)
+            self.terminal.write(f"\r{ERASE_LINE}")
         self.terminal.write(text)
         return len(text)
 
     def show_status(self, text: str) -> None:
         """Show a line on the terminal only, which the next output replaces."""
-        self.terminal.write(f"{_ERASE_LINE}{text}\r")
+        self.terminal.write(f"\r{ERASE_LINE}{text}\r")
         self.terminal.flush()
         self._status.is_shown = True
 

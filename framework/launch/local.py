@@ -38,6 +38,7 @@ from framework.monitoring.node_monitor import NodeMonitor, RankInfo
 from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport, late_line, render, report_failure
 from framework.system.orphans import ENDS_WITHIN_S, left_behind
+from framework.system.output import ERASE_BELOW, SHOW_CURSOR
 from framework.system.shown_text import shown
 from framework.system.signals import Signals, catching_signals, shown_signal
 
@@ -55,9 +56,6 @@ _SETTLE_S = 0.5
 # How long to wait for the exit of the rank whose connection was lost: with a GPU, exiting takes seconds.
 _CAUSE_TIMEOUT_S = 3.0
 _POLL_S = 0.2
-# Erases what rank 0's live view shows below the cursor.
-_ERASE_BELOW = "\r\x1b[J"
-_SHOW_CURSOR = "\x1b[?25h"
 _SUCCESSES = (0, EXIT_STOPPED)
 
 
@@ -229,13 +227,13 @@ class NodeRun:
         """Stop monitoring. Clear up the terminal: a rank that was killed may have left its live view."""
         if not self._all_succeeded():
             for stream in (sys.stdout, sys.stderr):
-                _control(stream, f"{_ERASE_BELOW}{_SHOW_CURSOR}")
+                _control(stream, f"\r{ERASE_BELOW}{SHOW_CURSOR}")
         self._monitor.close()
 
     def print(self, line: str) -> None:
         """Print to stderr, if the run has the terminal."""
         if self.setup.terminal:
-            _control(sys.stderr, _ERASE_BELOW)
+            _control(sys.stderr, f"\r{ERASE_BELOW}")
             print(shown(line), file=sys.stderr, flush=True)
 
     def wait_for(self, condition: Callable[[], Any], *, timeout_s: float | None = None) -> bool:
@@ -417,7 +415,7 @@ class NodeRun:
             return
         if not monitor.is_stoppable():
             raise self._end_by(signal_number)
-        # With an exchange, all nodes are told by its next step.
+        # With an exchange, all nodes learn of it in its next step.
         if self._exchange is None:
             monitor.set_stop_signal(signal_number)
 

@@ -120,7 +120,7 @@ def stoppable(link: MonitorLink) -> Iterator[None]:
 
 
 def passing_on_signals(rank_status: RankStatus) -> AbstractContextManager[None]:
-    """Return a context in which this rank's monitor is told of stop signals, and decides for all ranks."""
+    """Return a context in which this rank passes stop signals on to its monitor, which decides for all ranks."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         rank_status.request_stop(number)

@@ -16,14 +16,11 @@ from rich.text import Text
 
 from framework.config.schema import ProgressMode
 from framework.launch.child import Tee
+from framework.system.output import ERASE_BELOW, HIDE_CURSOR, SHOW_CURSOR
 
 _IN_NOTEBOOK = "JPY_PARENT_PID"
 """Set in Jupyter's kernels. `!command` has a terminal there, but one that can't move the cursor."""
 
-# https://en.wikipedia.org/wiki/ANSI_escape_code#CSIsection
-_ERASE_BELOW = "\x1b[J"
-_HIDE_CURSOR = "\x1b[?25l"
-_SHOW_CURSOR = "\x1b[?25h"
 # The width of a progress bar, in columns.
 _MAX_BAR = 40
 # Of each row; further items are left out.
@@ -59,7 +56,7 @@ class LiveView:
         self._restore: list[Callable[[], None]] = []
         for name in ("stdout", "stderr"):
             self._print_above(name)
-        self._write(_HIDE_CURSOR)
+        self._write(HIDE_CURSOR)
 
     def show(self, rows: Iterable[Row]) -> None:
         with self._lock:
@@ -74,7 +71,7 @@ class LiveView:
     def stop(self) -> None:
         for restore in self._restore:
             restore()
-        self._write(f"\r{_ERASE_BELOW}{self._rendered()}{_SHOW_CURSOR}")
+        self._write(f"\r{ERASE_BELOW}{self._rendered()}{SHOW_CURSOR}")
 
     def _print_above(self, name: str) -> None:
         """Have a standard stream print above the rows."""
@@ -94,7 +91,7 @@ class LiveView:
     def _redraw(self, lines_above: str = "") -> None:
         rows = self._rendered()
         up = f"\x1b[{rows.count(chr(10)) + 1}A"
-        self._write(f"\r{_ERASE_BELOW}{lines_above}\n{rows}{up}\r")
+        self._write(f"\r{ERASE_BELOW}{lines_above}\n{rows}{up}\r")
 
     def _rendered(self) -> str:
         """Return the rows as the terminal gets them, each with its line end; no more than its height allows."""

@@ -39,7 +39,7 @@ _IN_SET_UP = (
     "backend.init_timeout, which counts instead of backend.timeout until the first step is done "
     "(job=preflight: backend.timeout)"
 )
-# Added if ranks waited for each other in vain before that.
+# Added if ranks timed out waiting for each other before that.
 _FIRST_STEP = " Until the first step is done, ranks wait for backend.init_timeout, whatever backend.timeout is."
 
 

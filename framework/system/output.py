@@ -14,6 +14,11 @@ from typing import Any, TextIO, final
 
 from framework.errors import RunError
 
+# Control sequences of a terminal: https://en.wikipedia.org/wiki/ANSI_escape_code#CSIsection
+ERASE_BELOW = "\x1b[J"
+ERASE_LINE = "\x1b[K"
+HIDE_CURSOR = "\x1b[?25l"
+SHOW_CURSOR = "\x1b[?25h"
 # What is printed of these characters where the encoding has none of them; others become escapes such as \u03b1.
 _PLAIN = {
     "–": "-",
@@ -59,6 +64,7 @@ class TolerantStream(io.TextIOBase):
         except OSError as error:
             self._note(error)
         except ValueError:
+            # The user's code has closed the stream.
             pass
 
     def _note(self, error: OSError) -> None:

@@ -26,10 +26,10 @@ from framework.system.rank_log import warn
 from framework.training.evaluation import Evaluation
 from framework.training.flops import FlopRate
 from framework.training.meter import bad_loss, is_loss
-from framework.training.step_output import is_number, is_pair, is_taken, media_of
+from framework.training.step_output import is_number, is_pair, media_of
 from framework.training.step_times import SHARES, StepTimer, Throughput
 from framework.training.train_state import TrainState
-from framework.types import Interval, Log, hooks
+from framework.types import Interval, Log, hooks, is_logged_by_training
 
 # Pictures of evaluations are drawn and logged at most this often. One costs as much as 50 steps of a small model.
 _DRAW_EVERY_S = 5.0
@@ -224,7 +224,7 @@ class Logbook:
         answered: Mapping[str, Any] = log.values
         for name, value in answered.items():
             whole_name = f"{part}/{name}"
-            if part == "train" and is_taken(name):
+            if part == "train" and is_logged_by_training(name):
                 raise TargetError(
                     f"A callback logs {name!r}, and the framework logs {whole_name} itself. Use another name."
                 )

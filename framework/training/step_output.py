@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -15,15 +14,7 @@ from framework.errors import TargetError
 from framework.media import Media
 from framework.tasks.supervised import describe
 from framework.training.meter import LOSS
-from framework.types import StepOutput, Task
-
-# Names of train/ that the framework logs itself.
-_LOGGED_BY_THE_FRAMEWORK = re.compile(r"loss|mfu|(samples|steps|tflop)_per_s|(lr|grad_norm)(/.+)?")
-
-
-def is_taken(name: str) -> bool:
-    """Return True if the framework itself logs `train/NAME`."""
-    return _LOGGED_BY_THE_FRAMEWORK.fullmatch(name) is not None
+from framework.types import StepOutput, Task, is_logged_by_training
 
 
 def check_output(output: Any, task: Task, method: str) -> None:
@@ -76,7 +67,7 @@ def _problem_of_metrics(metrics: Any, *, is_trained: bool) -> str | None:
     for name, pair in metrics.items():
         if not isinstance(name, str) or name == LOSS:
             return f"a metric called {name!r}. Use a str other than {LOSS!r}."
-        if is_trained and is_taken(name):
+        if is_trained and is_logged_by_training(name):
             return f"a metric called {name!r}, and the framework logs train/{name} itself. Use another name."
         if not is_pair(pair):
             return (

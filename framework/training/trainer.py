@@ -80,7 +80,7 @@ class Trainer:
     Args:
         after_first_step: called once, when the slow first step is done.
         check_metrics: called with the names of a validation's metrics; raises if a monitored one is missing.
-        link: the connection to the monitor, which is told the phases of this rank.
+        link: the connection to the monitor, which sees the phases of this rank.
         counts_flops: log the model's FLOP/s, if they can be counted.
         clock: times the phases of a step; None for the device's own.
     """

@@ -15,7 +15,7 @@ from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.metric_sync import is_torchmetric, sync_through, why_not_merged
 from framework.errors import TargetError
-from framework.types import Batch, Interval
+from framework.types import Batch, Interval, is_logged_by_training
 
 LogPart = Literal["train", "val", "test"]
 
@@ -23,8 +23,6 @@ _PREFIXES = {"train": "train|training", "val": "val|valid|validation", "test": "
 _REDUCTIONS = ("mean", "sum", "min", "max")
 # The reduction of a torchmetrics.Metric, by its own rules.
 _METRIC = "metric"
-# Names of train/ that each logged step has.
-_LOGGED_BY_THE_FRAMEWORK = re.compile(r"loss|mfu|(lr|grad_norm)(/.+)?|.+_per_s")
 
 # Has `reduction`, `value` (a tensor of one element, or a number) and `weight`; of a metric, `path` in their place.
 _Entry = dict[str, Any]
@@ -32,7 +30,7 @@ _Entry = dict[str, Any]
 
 def _step_name(short: str) -> str:
     """Return the name of a step's value: `NAME_step` where the framework logs that name itself, but for the loss."""
-    is_taken = short != "loss" and _LOGGED_BY_THE_FRAMEWORK.fullmatch(short) is not None
+    is_taken = short != "loss" and is_logged_by_training(short)
     return f"{short}_step" if is_taken else short
 
 
@@ -201,7 +199,7 @@ class Log:
         """Return an epoch's values, with Lightning's suffix `_epoch` for names that steps log, too."""
         named = {}
         for name, value in values.items():
-            is_of_steps = name in self._step_names or _LOGGED_BY_THE_FRAMEWORK.fullmatch(name) is not None
+            is_of_steps = name in self._step_names or is_logged_by_training(name)
             if not is_of_steps:
                 named[name] = value
             elif f"{name}_epoch" not in values:
