@@ -420,17 +420,27 @@ def _is_unfinished(run_dir: RunDir) -> bool:
 
 
 def _hint(wrong: Path, *, key: str) -> str:
-    """Suggest a run in place of the path `wrong`: the one with the nearest name, or the newest in a folder of runs."""
-    folder = next(place for place in (wrong, *wrong.parents) if place.is_dir())
+    return suggested_path(wrong, key=key, find=_training_runs)
+
+
+def suggested_path(wrong: Path, *, key: str, find: Callable[[Path], list[Path]], what: str = "run") -> str:
+    """Return, on a new line, what may be meant by the path `wrong`: the nearest name, or the newest in a folder.
+
+    Args:
+        find: returns what there is in a folder and in its folders.
+        what: what that is.
+    """
+    # Unlike `Path.is_dir`, this raises nothing for a folder that can't be read.
+    folder = next(place for place in (wrong, *wrong.parents) if os.path.isdir(place))  # noqa: PTH112
     if folder == folder.parent:
         return ""
-    runs = _training_runs(folder)
-    if not runs:
+    places = find(folder)
+    if not places:
         return ""
     if folder == wrong:
-        newest = max(runs, key=lambda run: run.name)
-        return f"\nThe newest run in it: {path_argument(key, newest)}"
-    guess = nearest(str(wrong), [str(run) for run in runs])
+        newest = max(places, key=lambda place: place.name)
+        return f"\nThe newest {what} in it: {path_argument(key, newest)}"
+    guess = nearest(str(wrong), map(str, places))
     if guess is None:
         return ""
     return f"\nDid you mean {path_argument(key, guess)}?"

@@ -82,7 +82,15 @@ def restored_config(config: Mapping[str, Any], entries: Any, *, file: str) -> di
     A value that isn't masked any more was edited, and stays. Raises ConfigError for entries that would change anything
     other than masked values.
     """
-    changed: dict[str, Any] = _copied(config)
+    changed = restored_values(config, entries)
+    if Secrets(changed).masked_config() != Secrets(config).masked_config():
+        raise ConfigError(f"{file} doesn't belong to the config.yaml beside it. Restore both, or remove {file}.")
+    return changed
+
+
+def restored_values(masked: Mapping[str, Any], entries: Any) -> dict[str, Any]:
+    """Return mappings and lists with the values of `entries`, as `Secrets.entries` returns them, if they are masked."""
+    changed: dict[str, Any] = _copied(masked)
     # The file may be damaged, or somebody else's.
     if not isinstance(entries, list):
         entries = []
@@ -93,8 +101,6 @@ def restored_config(config: Mapping[str, Any], entries: Any, *, file: str) -> di
         if place is not None:
             parent, name = place
             parent[name] = entry["value"]
-    if Secrets(changed).masked_config() != Secrets(config).masked_config():
-        raise ConfigError(f"{file} doesn't belong to the config.yaml beside it. Restore both, or remove {file}.")
     return changed
 
 

@@ -29,7 +29,7 @@ LAYERS: tuple[set[str], ...] = (
     {"strategies", "data", "checkpoint", "loggers", "callbacks"},
     {"tasks", "optim"},
     {"training"},
-    {"runs", "engine"},
+    {"runs", "sweeps", "engine"},
     {"command"},
     {"jobs"},
     {"api"},

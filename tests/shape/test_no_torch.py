@@ -20,7 +20,8 @@ PARENT_SIDE = sorted(
     name
     for name in modules_in("framework")
     if name == "framework"
-    or name.split(".")[1] in ("command", "config", "errors", "launch", "media", "runs", "system", "types", "__main__")
+    or name.split(".")[1]
+    in ("command", "config", "errors", "launch", "media", "runs", "sweeps", "system", "types", "__main__")
     or name.removeprefix("framework.jobs.") in JOBS
 )
 
