@@ -22,7 +22,7 @@ from framework.types import (
     Log,
     Logger,
     MapDataset,
-    Phase,
+    Objective,
     Sampler,
     StatefulMetric,
     StepInfo,
@@ -61,7 +61,7 @@ __all__ = [
     "Logger",
     "MapDataset",
     "Media",
-    "Phase",
+    "Objective",
     "RequestError",
     "Run",
     "RunError",
@@ -96,7 +96,13 @@ _IMPORTED_LATE = {
 }
 """Public names that need torch or Hydra, and their modules."""
 
-_RENAMED = {"EpochReport": "EpochInfo", "EvalReport": "EvalInfo", "Report": "Log", "StepReport": "StepInfo"}
+_RENAMED = {
+    "EpochReport": "EpochInfo",
+    "EvalReport": "EvalInfo",
+    "Phase": "Objective",
+    "Report": "Log",
+    "StepReport": "StepInfo",
+}
 """Earlier public names, which keep working."""
 
 

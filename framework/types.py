@@ -161,11 +161,11 @@ class StatefulMetric(Protocol):
         ...
 
 
-class Phase(NamedTuple):
+class Objective(NamedTuple):
     """One of several losses of a task, each with a backward and an optimizer step of its own.
 
-    In each training step the phases that are due run one after another on the same global batch. A task with the
-    attribute `phases`, a sequence of these, needs no `training_step`.
+    In each training step the objectives that are due run one after another on the same global batch. A task with the
+    attribute `objectives`, a sequence of these, needs no `training_step`.
     """
 
     # Of its metrics in the logs: `train/NAME/loss`.
@@ -356,7 +356,7 @@ class Log:
 class Task(Protocol):
     """Defines what a step computes. Both methods get the model as wrapped by the strategy and a batch on its device.
 
-    `training_step`, or the step of a Phase, may have a third parameter `info`: it gets a BatchInfo.
+    `training_step`, or the step of an Objective, may have a third parameter `info`: it gets a BatchInfo.
 
     A task may be an `nn.Module`, or have modules as attributes, such as a loss with weights: they are moved to the
     device (the replica's first one) and converted to the type of `trainer.precision=bf16-true` or `64-true`, and none
@@ -548,6 +548,7 @@ class Waiting(Protocol):
 # Names of earlier versions, which pickled objects of runs and users' imports refer to.
 EpochReport = EpochInfo
 EvalReport = EvalInfo
+Phase = Objective
 Report = Log
 StepReport = StepInfo
 Artifact = media.Artifact

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from framework import Datasets, EvalInfo, FitInfo, Image, Log, Phase, StepOutput, TensorSamples
+from framework import Datasets, EvalInfo, FitInfo, Image, Log, Objective, StepOutput, TensorSamples
 
 IMAGE_SIZE = 8
 NUM_PIXELS = IMAGE_SIZE * IMAGE_SIZE
@@ -75,9 +75,9 @@ class Adversarial:
     """Each step trains the discriminator, then the generator, on the same batch."""
 
     def __init__(self) -> None:
-        self.phases = [
-            Phase("discriminator", self.discriminator, optimizer="discriminator"),
-            Phase("generator", self.generator, optimizer="generator"),
+        self.objectives = [
+            Objective("discriminator", self.discriminator, optimizer="discriminator"),
+            Objective("generator", self.generator, optimizer="generator"),
         ]
 
     def discriminator(self, model: nn.Module, batch: list[Tensor]) -> StepOutput:

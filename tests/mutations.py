@@ -248,7 +248,7 @@ TRAINER = [
     Mutation(
         name="validation-epochs-off-by-one",
         caught_by="tests/features/test_limits.py::test_validation_happens_when_it_should",
-        within="Trainer._evaluation_due",
+        within="Trainer._evaluation_is_due",
         old="(self.progress.last_epoch + 1) % every_epochs",
         new="self.progress.last_epoch % every_epochs",
         what="trainer.check_val_every_n_epoch=2 validates after epochs 1, 3, 5 instead of 2, 4, 6.",
@@ -302,11 +302,11 @@ TRAINER = [
         what="Each process divides by its own tokens: padded text trains differently on several processes.",
     ),
     Mutation(
-        name="a-phase-steps-every-optimizer",
-        caught_by="tests/features/test_optimizers.py::test_phases_equal_a_plain_loop_and_resume_exactly",
+        name="an-objective-steps-every-optimizer",
+        caught_by="tests/features/test_optimizers.py::test_objectives_equal_a_plain_loop_and_resume_exactly",
         within="Trainer._update",
-        old="optimizer, schedule = state.of(phase)",
-        new="_, schedule = state.of(phase)",
+        old="optimizer, schedule = state.of(objective)",
+        new="_, schedule = state.of(objective)",
         what="The discriminator is also moved by the generator's loss.",
     ),
     Mutation(

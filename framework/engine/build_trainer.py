@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from torch import nn
+from torch.optim import Optimizer
 
 from framework.checkpoint import LocalStorage
 from framework.checkpoint.manager import CheckpointManager
@@ -16,14 +17,15 @@ from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.process_group import new_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
-from framework.engine.assemble import assemble
+from framework.engine.assemble import Assembled, assemble
 from framework.engine.builders.observers import build_callbacks, build_loggers
 from framework.engine.builders.optimizer import build_optimizer
 from framework.engine.builders.schedule import build_schedule
 from framework.engine.data_checks import check_metrics
 from framework.engine.setup import RankSetup
+from framework.optim.objectives import Objectives, objectives_of
 from framework.optim.param_groups import ParamGroups
-from framework.optim.phases import phases_of
+from framework.optim.schedule import Schedule, Schedules
 from framework.strategies.activation_checkpointing import apply_activation_checkpointing
 from framework.system.rank_log import warn
 from framework.training import length as run_length
@@ -46,83 +48,130 @@ def build_trainer(
     """
     config = setup.config
     settings = config.trainer
-    context = setup.context
-    strategy = setup.strategy
 
     # Every rank draws the same numbers, so replicas start equal even if the strategy doesn't make them so.
     seed_everything(config.seed, rank=0)
-    assembled = assemble(setup.requested, context, num_stages=strategy.num_stages)
-    model = assembled.model
-    task = assembled.task
-    # Samples that the loader keeps in memory can be shown to the task all at once.
-    if train_loader.whole is not None:
-        for observe in hooks([task], "observe_samples"):
-            observe(train_loader.whole)
-    # Transformers' from_pretrained returns models in evaluation mode. Parts of one in training mode stay as they are.
-    if not model.training:
-        model.train()
-    apply_activation_checkpointing(model, settings.activation_checkpointing)
-
+    assembled = _assemble(setup, train_loader)
     # Parameters are grouped while the model is whole: the strategy may leave each rank a part of it.
     configs = optimizer_configs(config.optimizer)
-    param_groups = ParamGroups.of(model, configs)
-    phases = phases_of(task, optimizers=[optimizer_config.name for optimizer_config in configs])
-    if phases is not None:
-        strategy.allow_unused_parameters()
-    wrapped = strategy.wrap(model)
-    # This longer time-out holds until the first step is done, which may compile and connect.
-    set_group_timeouts(config.backend.init_timeout, strategy.groups)
-    if settings.compile is not None:
-        # In place, so that the names of weights stay as they are.
-        wrapped.compile(mode=settings.compile)
-
-    # The schedule is that of the requested run, of which `trainer.fast_dev_run` only makes the first steps.
-    steps_per_epoch = run_length.steps_per_epoch(setup.requested.trainer, setup.plan, size=train_loader.size)
-    start = run_length.FROM_SCRATCH
-    if resumed is not None:
-        start = run_length.start_of(resumed, size=train_loader.size, steps_per_epoch=steps_per_epoch, plan=setup.plan)
-    total_steps = run_length.total_steps(setup.requested.trainer, steps_per_epoch=steps_per_epoch, start=start)
-    schedule_length = partial(run_length.schedule_length, setup.requested, steps_per_epoch, phases=phases, start=start)
-    # Fused optimizers take no sparse gradients. With a scaler they skip an overflowing step themselves, and the trainer
-    # wouldn't see it.
-    may_fuse = not assembled.precision.scaler.is_enabled() and not _has_sparse_gradients(model)
-    optimizer = build_optimizer(param_groups, model, may_fuse=may_fuse, total_steps=total_steps)
+    param_groups = ParamGroups.of(assembled.model, configs)
+    objectives = objectives_of(assembled.task, optimizers=[optimizer_config.name for optimizer_config in configs])
+    if objectives is not None:
+        setup.strategy.allow_unused_parameters()
+    wrapped = _wrap(setup, assembled.model)
+    optimizer, schedule = _build_optimizer_and_schedule(
+        setup, assembled, param_groups, objectives=objectives, size=train_loader.size, resumed=resumed
+    )
 
     # Only rank 0 logs.
-    logger_nodes = config.logger if context.is_main else {}
+    logger_nodes = config.logger if setup.context.is_main else {}
     state = TrainState(
         model=wrapped,
-        task=task,
-        strategy=strategy,
+        task=assembled.task,
+        strategy=setup.strategy,
         precision=assembled.precision,
         optimizer=optimizer,
-        schedule=build_schedule(config.scheduler, optimizer, configs, length=schedule_length),
-        callbacks=build_callbacks(_callback_nodes(setup), context=context, run_dir=setup.run_dir),
+        schedule=schedule,
+        callbacks=build_callbacks(_callback_nodes(setup), context=setup.context, run_dir=setup.run_dir),
         loggers=build_loggers(logger_nodes, run_dir=setup.run_dir, progress=_progress_mode(setup)),
         train_loader=train_loader,
-        stop=StopControl(setup.link, context=context),
-        context=context,
-        phases=phases,
+        stop=StopControl(setup.link, context=setup.context),
+        context=setup.context,
+        objectives=objectives,
         recomputes=settings.activation_checkpointing is not None,
         compile_mode=settings.compile,
     )
     # From here on, ranks with different samples draw different numbers.
     seed_everything(config.seed, rank=setup.seed_rank)
-    groups = (*strategy.groups, *setup.exchange.groups)
+    groups = (*setup.strategy.groups, *setup.exchange.groups)
     return Trainer(
         state,
         settings,
         val_loaders=val_loaders,
         checkpoints=_checkpoint_manager(setup),
-        after_first_step=partial(set_timeout, config.backend.timeout, context, groups=groups),
+        # Until then the time-out is that of `_wrap`.
+        after_first_step=partial(set_timeout, config.backend.timeout, setup.context, groups=groups),
         check_metrics=partial(check_metrics, config),
         link=setup.link,
         counts_flops=bool(config.logger),
     )
 
 
+# The model
+
+
+def _assemble(setup: RankSetup, train_loader: MapLoader | StreamLoader) -> Assembled:
+    """Return the whole model, in training mode, with its task and precision."""
+    assembled = assemble(setup.requested, setup.context, num_stages=setup.strategy.num_stages)
+    model = assembled.model
+    # Samples that the loader keeps in memory can be shown to the task all at once.
+    if train_loader.whole is not None:
+        for observe in hooks([assembled.task], "observe_samples"):
+            observe(train_loader.whole)
+    # Transformers' from_pretrained returns models in evaluation mode. Parts of one in training mode stay as they are.
+    if not model.training:
+        model.train()
+    apply_activation_checkpointing(model, setup.config.trainer.activation_checkpointing)
+    return assembled
+
+
+def _wrap(setup: RankSetup, model: nn.Module) -> nn.Module:
+    """Return the module to call in training: wrapped by the strategy, and compiled if that is requested."""
+    config = setup.config
+    wrapped = setup.strategy.wrap(model)
+    # This longer time-out holds until the first step is done, which may compile and connect.
+    set_group_timeouts(config.backend.init_timeout, setup.strategy.groups)
+    if config.trainer.compile is not None:
+        # In place, so that the names of weights stay as they are.
+        wrapped.compile(mode=config.trainer.compile)
+    return wrapped
+
+
+# The optimizer
+
+
+def _build_optimizer_and_schedule(
+    setup: RankSetup,
+    assembled: Assembled,
+    param_groups: ParamGroups,
+    *,
+    objectives: Objectives | None,
+    size: int | None,
+    resumed: Mapping[str, int] | None,
+) -> tuple[Optimizer, Schedule | Schedules]:
+    """Return the optimizer of this rank's parameters, or all of several, and its learning-rate schedule.
+
+    Args:
+        size: Samples of an epoch; None for a stream.
+        resumed: As in `build_trainer`.
+    """
+    # The length is that of the requested run, of which `trainer.fast_dev_run` only makes the first steps.
+    requested = setup.requested
+    steps_per_epoch = run_length.steps_per_epoch(requested.trainer, setup.plan, size=size)
+    start = run_length.FROM_SCRATCH
+    if resumed is not None:
+        start = run_length.start_of(resumed, size=size, steps_per_epoch=steps_per_epoch, plan=setup.plan)
+    total_steps = run_length.total_steps(requested.trainer, steps_per_epoch=steps_per_epoch, start=start)
+
+    # Fused optimizers take no sparse gradients. With a scaler they skip an overflowing step themselves, and the trainer
+    # wouldn't see it.
+    has_scaler = assembled.precision.scaler.is_enabled()
+    may_fuse = not has_scaler and not _has_sparse_gradients(assembled.model)
+    optimizer = build_optimizer(param_groups, assembled.model, may_fuse=may_fuse, total_steps=total_steps)
+    schedule = build_schedule(
+        setup.config.scheduler,
+        optimizer,
+        param_groups.configs,
+        length=partial(run_length.schedule_length, requested, steps_per_epoch, objectives=objectives, start=start),
+    )
+    return optimizer, schedule
+
+
 def _has_sparse_gradients(model: nn.Module) -> bool:
     return any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+# Observers and checkpoints
 
 
 def _callback_nodes(setup: RankSetup) -> Mapping[str, Node]:

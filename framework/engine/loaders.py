@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from framework.checkpoint.writer import check_plain
 from framework.config.schema import Config
-from framework.data.batching import plan_batches
+from framework.data.batching import BatchPlan, plan_batches
 from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, dataset_size, worker_count
 from framework.data.stream import StreamLoader
 from framework.data.stream_reader import StreamPlan
@@ -76,23 +76,21 @@ def make_train_loader(setup: RankSetup, datasets: Datasets) -> MapLoader | Strea
 
 def _train_stream_loader(setup: RankSetup, dataset: IterableDataset[Any], collate_fn: Collate | None) -> StreamLoader:
     config = setup.config
-    limit = None
+    num_samples = None
     steps = steps_per_epoch(config.trainer, setup.plan, size=None)
     if steps is not None:
-        limit = steps * setup.plan.global_batch_size
+        num_samples = steps * setup.plan.global_batch_size
     check_state = None
     if config.checkpoint.enabled:
         check_state = partial(check_plain, name="the train stream's state_dict()")
     return StreamLoader(
         dataset,
-        plan=StreamPlan(
+        plan=_stream_plan(
+            setup,
             "train",
             batches=setup.plan,
             rank=setup.data_share.rank,
-            is_sharded=config.data.stream != "shared",
-            seed=config.seed,
-            limit=limit,
-            in_worker=_stream_in_worker(setup),
+            limit=num_samples,
             collate_fn=collate_fn,
         ),
         device=setup.context.device,
@@ -108,77 +106,55 @@ def _train_stream_loader(setup: RankSetup, dataset: IterableDataset[Any], collat
 def make_eval_loaders(
     setup: RankSetup, datasets: Datasets, *, part: str, strategy: Strategy | None = None
 ) -> dict[str, EvalLoader]:
-    """Return the loader of each set of an evaluation part, cut to `limit_PART_batches`, by the prefix of its metrics.
+    """Return the loaders of a part to evaluate, by the prefix of their metrics: a part may have several datasets.
 
-    strategy: the one that wraps the model to evaluate; None if each rank has all of it.
+    Args:
+        part: `val`, `test`, or `train`. `trainer.limit_PART_batches` limits it.
+        strategy: the one that wraps the model to evaluate; None if each rank has all of it.
     """
     limit: int | float | None = getattr(setup.config.trainer, f"limit_{part}_batches")
     if limit == 0:
         return {}
-    sets = {"train": datasets.train}
+    named_datasets = {"train": datasets.train}
     if part != "train":
-        sets = datasets.sets(part)
-    loaders = {}
-    for name, dataset in sets.items():
-        collate_fn = datasets.collate_fn_of(name)
-        loaders[name] = _eval_loader(setup, dataset, name, limit=limit, collate_fn=collate_fn, strategy=strategy)
-    return loaders
+        named_datasets = datasets.sets(part)
 
-
-def _eval_loader(
-    setup: RankSetup,
-    dataset: Any,
-    name: str,
-    *,
-    limit: int | float | None,
-    collate_fn: Collate | None,
-    strategy: Strategy | None,
-) -> EvalLoader:
     context = setup.context
-    share = setup.data_share
-    if strategy is None:
-        # Each rank has the whole model.
-        share = DataShare(context.rank, context.world_size)
+    share = DataShare(context.rank, context.world_size)
+    # If ranks communicate in the forward, all must run the same number of batches.
+    is_even = False
+    if strategy is not None:
+        share = setup.data_share
+        is_even = strategy.forward_communicates
     batch_size = setup.config.data.evaluated_batch_size
     plan = plan_batches(batch_size=batch_size, global_batch_size=None, world_size=share.world_size, accumulate=1)
 
-    loader: MapLoader | StreamLoader
-    is_sharded_stream = False
-    if isinstance(dataset, IterableDataset):
-        is_sharded_stream = setup.config.data.stream != "shared"
-        loader = StreamLoader(
-            dataset,
-            plan=StreamPlan(
-                name,
-                batches=plan,
-                rank=share.rank,
-                is_sharded=is_sharded_stream,
-                seed=setup.config.seed,
-                limit=None if limit is None else int(limit) * batch_size,
-                in_worker=_stream_in_worker(setup),
-                collate_fn=collate_fn,
-            ),
-            device=context.device,
-            exchange=setup.exchange,
-        )
-    else:
-        loader = MapLoader(
-            _limited(dataset, name, limit, batch_size),
-            split=name,
-            plan=plan,
-            rank=share.rank,
-            device=context.device,
-            options=loader_options(setup, collate_fn),
-            seed=setup.config.seed,
-        )
-    return EvalLoader(
-        loader,
+    loaders = {}
+    for name, dataset in named_datasets.items():
+        collate_fn = datasets.collate_fn_of(name)
         # Ranks take turns, one batch each, unless each reads a shard of its own of a stream.
-        turns=None if is_sharded_stream else batch_size,
-        # If ranks communicate in the forward, all must run the same number of batches.
-        is_even=strategy is not None and strategy.forward_communicates,
-        tick=setup.link.rank_status.tick,
-    )
+        turns: int | None = batch_size
+        loader: MapLoader | StreamLoader
+        if isinstance(dataset, IterableDataset):
+            num_samples = None if limit is None else int(limit) * batch_size
+            stream_plan = _stream_plan(
+                setup, name, batches=plan, rank=share.rank, limit=num_samples, collate_fn=collate_fn
+            )
+            if stream_plan.is_sharded:
+                turns = None
+            loader = StreamLoader(dataset, plan=stream_plan, device=context.device, exchange=setup.exchange)
+        else:
+            loader = MapLoader(
+                _limited(dataset, name, limit, batch_size),
+                split=name,
+                plan=plan,
+                rank=share.rank,
+                device=context.device,
+                options=loader_options(setup, collate_fn),
+                seed=setup.config.seed,
+            )
+        loaders[name] = EvalLoader(loader, turns=turns, is_even=is_even, tick=setup.link.rank_status.tick)
+    return loaders
 
 
 def _limited(dataset: MapDataset, name: str, limit: int | float | None, batch_size: int) -> MapDataset:
@@ -207,9 +183,22 @@ def loader_options(setup: RankSetup, collate_fn: Collate | None) -> LoaderOption
     )
 
 
-def _stream_in_worker(setup: RankSetup) -> bool:
-    """Return True if a stream is read by a worker process: there is a core for it, or it was requested."""
-    num_workers = setup.config.data.num_workers
+def _stream_plan(
+    setup: RankSetup, name: str, *, batches: BatchPlan, rank: int, limit: int | None, collate_fn: Collate | None
+) -> StreamPlan:
+    """Return how a rank reads a stream. name: of the part. limit: samples at most, of all ranks; None for all."""
+    data = setup.config.data
+    num_workers = data.num_workers
     if num_workers is None:
         num_workers = worker_count(procs=procs_on_cores(setup.config, setup.context))
-    return num_workers > 0
+    return StreamPlan(
+        name,
+        batches=batches,
+        rank=rank,
+        is_sharded=data.stream != "shared",
+        seed=setup.config.seed,
+        limit=limit,
+        # Read by a worker process if there is a core for it, or if it was requested.
+        in_worker=num_workers > 0,
+        collate_fn=collate_fn,
+    )

@@ -40,23 +40,28 @@ def restore(setup: RankSetup, trainer: Trainer, checkpoint: LastUndamaged) -> No
     if setup.config.resume is not None or checkpoint.damaged:
         # Past this barrier, every rank has accepted the checkpoint.
         barrier(setup.context)
-        if trainer.checkpoints is not None:
-            damaged = []
-            for directory, _ in checkpoint.damaged:
-                step = step_of(directory.name)
-                if step is not None:
-                    damaged.append(step)
-            trainer.checkpoints.resume_from(trainer.progress.step, damaged=damaged)
-        # A restart before the next checkpoint resumes here.
-        has_step = checkpoint.directory is not None and step_of(checkpoint.directory.name) is not None
-        if setup.context.is_main and has_step:
-            point(LocalStorage(setup.run_dir.checkpoints), LAST, step=trainer.progress.step)
+        _continue_checkpoints(setup, trainer, checkpoint)
+
+
+def _continue_checkpoints(setup: RankSetup, trainer: Trainer, checkpoint: LastUndamaged) -> None:
+    """Have the run's next checkpoints follow the one that was restored."""
+    if trainer.checkpoints is not None:
+        damaged_steps = []
+        for directory, _ in checkpoint.damaged:
+            step = step_of(directory.name)
+            if step is not None:
+                damaged_steps.append(step)
+        trainer.checkpoints.resume_from(trainer.progress.step, damaged=damaged_steps)
+    # A restart before the next checkpoint resumes here.
+    has_step = checkpoint.directory is not None and step_of(checkpoint.directory.name) is not None
+    if setup.context.is_main and has_step:
+        point(LocalStorage(setup.run_dir.checkpoints), LAST, step=trainer.progress.step)
 
 
 def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
-    saved = without_removed(with_present_names(load_yaml(source / "config.yaml")))
-    current = load_written_config(setup.run_dir)
-    check_optimizer_and_schedule(setup.config, saved)
+    """Load the whole state from the checkpoint `source`, but for the generators, which `Trainer.fit` restores."""
+    saved_config = without_removed(with_present_names(load_yaml(source / "config.yaml")))
+    check_optimizer_and_schedule(setup.config, saved_config)
     model = trainer.state.bare_model
     if is_model_sharded(model):
         # Takes most of a second to import.
@@ -70,20 +75,23 @@ def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
         training = own_training(checkpoint["training"], setup.context, replicas_differ=differ)
         # `training` has the weights to train on if a callback averages those in `model`.
         load_weights(model, training.get("model", checkpoint["model"]), source=source)
+
     # An earlier stop of a callback doesn't count if settings that may end training have changed.
-    is_changed = any(current.get(key) != saved.get(key) for key in ("trainer", "callbacks"))
+    config = load_written_config(setup.run_dir)
+    is_changed = any(config.get(key) != saved_config.get(key) for key in ("trainer", "callbacks"))
     if is_changed and training.get("stop", {}).get("reason"):
         training = {**training, "stop": {"reason": None, "wishes": []}}
     trainer.load_state_dict(training)
-    change_optimizers(setup.config, saved, trainer.state)
+    change_optimizers(setup.config, saved_config, trainer.state)
+    trainer.restore_generators = partial(
+        _restore_generators, setup, checkpoint["generators"], step=trainer.progress.step
+    )
+
     logger.info("resuming from %s", source)
     batch = setup.plan.global_batch_size
     before = training.get("global_batch_size", batch)
     if batch != before and setup.context.is_main:
         warn(f"A global batch has {batch} samples now, and had {before}: keep it with data.global_batch_size={before}")
-    trainer.restore_generators = partial(
-        _restore_generators, setup, checkpoint["generators"], step=trainer.progress.step
-    )
 
 
 def _restore_generators(setup: RankSetup, saved: Sequence[dict[str, Any]], *, step: int) -> None:

@@ -1,4 +1,4 @@
-"""How many bytes tensors, optimizer states and checkpoints take, and the training state of a rank."""
+"""How many bytes the training state of a rank takes: tensors, optimizer states and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from framework.training.trainer import Trainer
 from framework.types import hooks
 
 # The shape of a small parameter to try an optimizer on. One with two dimensions has the shape (3, 5).
-_PROBE = (3, 5, 7, 11, 13)
+_PROBE_SHAPE = (3, 5, 7, 11, 13)
 # In a checkpoint: the generators of each rank, on the CPU.
 _BYTES_PER_RANK = 16_000
 # In a checkpoint: the configuration, the manifest, progress, and what files have between tensors.
 _REST_BYTES = 12_000
+
+
+# The state of a rank
 
 
 @dataclass(frozen=True)
@@ -41,32 +44,35 @@ class StateSizes:
 def state_sizes(setup: RankSetup, trainer: Trainer) -> StateSizes:
     """Return the sizes; those of optimizer and checkpoint are estimates."""
     model = trainer.state.bare_model
-    state_bytes = _optimizer_bytes_of(setup, trainer)
+    parameters = list(model.parameters())
+    # What this rank has of each parameter: a part if it is sharded.
+    shards = [local_tensor(parameter) for parameter in parameters]
+    trained_shards = [local_tensor(parameter) for parameter in parameters if parameter.requires_grad]
+
+    # Both count sharded parameters as wholes.
+    optimizer = _whole_optimizer_bytes(setup, trainer)
     checkpoint = checkpoint_bytes(
         model,
-        state_bytes or 0,
+        optimizer or 0,
         world_size=setup.context.world_size,
         averages=len(hooks(trainer.state.callbacks.values(), "evaluation_weights")),
         strategy=setup.strategy,
     )
-    # The parameters of this rank's stages, if the model is cut into stages. A sharded parameter is counted as a whole
-    # here; the rank has a share of it.
-    num_here = max(sum(parameter.numel() for parameter in model.parameters()), 1)
-    shards = [local_tensor(parameter) for parameter in model.parameters()]
-    share = sum(shard.numel() for shard in shards) / num_here
-    state_bytes_here = None
-    if state_bytes is not None:
-        state_bytes_here = round(state_bytes * share)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    num_here = max(sum(parameter.numel() for parameter in parameters), 1)
+    if optimizer is not None:
+        num_local = sum(shard.numel() for shard in shards)
+        optimizer = round(optimizer * num_local / num_here)
     return StateSizes(
         weights=tensor_bytes([*shards, *model.buffers()]),
-        gradients=tensor_bytes(local_tensor(parameter) for parameter in trained),
-        optimizer=state_bytes_here,
+        gradients=tensor_bytes(trained_shards),
+        optimizer=optimizer,
+        # If the model is cut into stages, those of other ranks are in the checkpoint, too.
         checkpoint=checkpoint * num_parameters(model) // num_here,
     )
 
 
-def _optimizer_bytes_of(setup: RankSetup, trainer: Trainer) -> int | None:
+def _whole_optimizer_bytes(setup: RankSetup, trainer: Trainer) -> int | None:
     """Return what the trainer's optimizers keep of unsharded parameters; None if that isn't known before a step."""
     size = 0
     configs = optimizer_configs(setup.config.optimizer)
@@ -81,6 +87,9 @@ def _optimizer_bytes_of(setup: RankSetup, trainer: Trainer) -> int | None:
         logger.info("the size of the optimizer's state isn't known before the first step: %r", error)
         return None
     return size
+
+
+# Tensors
 
 
 def tensor_bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
@@ -100,6 +109,9 @@ def average_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
+# Optimizers
+
+
 def optimizer_bytes(config: OptimizerConfig, parameters: Sequence[nn.Parameter], *, model: nn.Module) -> int:
     """Return the bytes that an optimizer keeps from step to step for `parameters`; see `optimizer_state_bytes`."""
 
@@ -110,7 +122,7 @@ def optimizer_bytes(config: OptimizerConfig, parameters: Sequence[nn.Parameter],
 
 
 def optimizer_state_bytes(make: Callable[[list[nn.Parameter]], Optimizer], parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes that an optimizer keeps from step to step, found by a step on small parameters.
+    """Return the bytes that an optimizer keeps from step to step, found by a step on small parameters: probes.
 
     Each tensor of its state is assumed to have the size of its parameter, or a fixed one. parameters: on any device.
     Raises what the optimizer raises.
@@ -118,40 +130,45 @@ def optimizer_state_bytes(make: Callable[[list[nn.Parameter]], Optimizer], param
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         return 0
-    probes = {}
-    for parameter in trained:
-        shape = _PROBE[: parameter.dim()]
-        probes[_kind(parameter)] = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
+    probes = {_kind(parameter): _probe(parameter) for parameter in trained}
     # Training must draw the same numbers afterwards.
     with torch.random.fork_rng(devices=[]):
         optimizer = make(list(probes.values()))
         for probe in probes.values():
             probe.grad = torch.zeros_like(probe)
         optimizer.step()
+
     size = 0
     for parameter in trained:
         probe = probes[_kind(parameter)]
         for value in optimizer.state[probe].values():
             if isinstance(value, Tensor):
-                num_values = value.numel()
-                if num_values == probe.numel():
-                    num_values = parameter.numel()
-                size += value.element_size() * num_values
+                has_size_of_parameter = value.numel() == probe.numel()
+                num_values = parameter.numel() if has_size_of_parameter else value.numel()
+                size += num_values * value.element_size()
     return size
 
 
 def _kind(parameter: Tensor) -> tuple[int, torch.dtype]:
-    return min(parameter.dim(), len(_PROBE)), parameter.dtype
+    """Return what parameters must have in common for one probe to stand for all of them."""
+    return min(parameter.dim(), len(_PROBE_SHAPE)), parameter.dtype
+
+
+def _probe(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(_PROBE_SHAPE[: parameter.dim()], dtype=parameter.dtype))
+
+
+# Checkpoints
 
 
 def checkpoint_bytes(
-    model: nn.Module, optimizer_bytes: int, *, world_size: int, averages: int, strategy: Strategy
+    model: nn.Module, optimizer_size: int, *, world_size: int, averages: int, strategy: Strategy
 ) -> int:
     """Return about how many bytes a checkpoint takes on the disk.
 
     Args:
         model: on any device.
-        optimizer_bytes: see `optimizer_state_bytes`.
+        optimizer_size: what `optimizer_state_bytes` returns.
         averages: how many callbacks evaluate with weights of their own.
         strategy: of the run; some keep every rank's weights, copies of them, or gradients.
     """
@@ -166,7 +183,7 @@ def checkpoint_bytes(
     num_replicas = 1
     if strategy.replicas_differ:
         num_replicas = world_size
-    replica_bytes = optimizer_bytes + averages_bytes
+    replica_bytes = optimizer_size + averages_bytes
     if averages or num_replicas > 1:
         # The weights that are trained, beside those to evaluate.
         replica_bytes += weight_bytes

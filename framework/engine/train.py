@@ -92,11 +92,12 @@ def _train(
     """
     val_loaders = make_eval_loaders(setup, datasets, part="val", strategy=setup.strategy)
     test_loaders = make_eval_loaders(setup, datasets, part="test", strategy=setup.strategy)
+
     checkpoint = own_checkpoint(setup)
-    progress = None
+    saved_progress = None
     if checkpoint.directory is not None:
-        progress = load_progress(checkpoint.directory)
-    trainer = build_trainer(setup, train_loader, val_loaders, resumed=progress)
+        saved_progress = load_progress(checkpoint.directory)
+    trainer = build_trainer(setup, train_loader, val_loaders, resumed=saved_progress)
     try:
         restore(setup, trainer, checkpoint)
         _warn_if_never_validated(setup, trainer, datasets)
@@ -105,9 +106,9 @@ def _train(
             _check_disk_space(setup, sizes.checkpoint)
             introduce(setup, trainer, datasets, sizes)
         _show_status(setup, "Checking the validation …")
-        metrics = trainer.sanity_check()
-        if metrics:
-            check_metrics(setup.config, metrics)
+        metric_names = trainer.sanity_check()
+        if metric_names:
+            check_metrics(setup.config, metric_names)
 
         # Without checkpoints a stop signal just ends the process.
         if trainer.checkpoints is not None:
@@ -123,6 +124,7 @@ def _train(
                 test_results = _test(setup, trainer, test_loaders)
             except TestStoppedError:
                 trainer.stop.note_stopped_test()
+
         setup.link.rank_status.set_phase(RankPhase.CLOSING)
         trainer.logbook.log_drawings()
         if setup.context.is_main:
@@ -177,27 +179,15 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
     Raises:
         TestStoppedError: a stop was requested.
     """
-    state = trainer.state
-
-    def evaluate() -> Evaluation:
-        with stoppable_test(trainer.stop.request, link=setup.link) as until_stopped:
-            return state.evaluate(
-                {prefix: until_stopped(loader) for prefix, loader in loaders.items()},
-                with_media=bool(state.loggers),
-                inference_mode=setup.config.trainer.inference_mode,
-            )
-
     if _has_best_checkpoint(setup, trainer):
         best = setup.run_dir.checkpoints / BEST
-        manifest = read_manifest(load_model(state.bare_model, best, context=setup.context))
+        manifest = read_manifest(load_model(trainer.state.bare_model, best, context=setup.context))
         step = manifest.step
-        _set_epoch(loaders, manifest.epoch)
-        evaluation = evaluate()
+        evaluation = _evaluate_test(setup, trainer, loaders, epoch=manifest.epoch)
     else:
         step = trainer.progress.step
-        _set_epoch(loaders, trainer.progress.last_epoch)
-        with state.evaluation_weights():
-            evaluation = evaluate()
+        with trainer.state.evaluation_weights():
+            evaluation = _evaluate_test(setup, trainer, loaders, epoch=trainer.progress.last_epoch)
 
     setup.link.rank_status.set_phase(RankPhase.LOGGING)
     # A run that is resumed after its end has logged this test already.
@@ -215,9 +205,17 @@ def _has_best_checkpoint(setup: RankSetup, trainer: Trainer) -> bool:
     return exists
 
 
-def _set_epoch(loaders: Mapping[str, EvalLoader], epoch: int) -> None:
+def _evaluate_test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader], *, epoch: int) -> Evaluation:
+    """Evaluate the weights that the bare model holds, which are those of `epoch`."""
+    state = trainer.state
     for loader in loaders.values():
         loader.set_epoch(epoch)
+    with stoppable_test(trainer.stop.request, link=setup.link) as until_stopped:
+        return state.evaluate(
+            {prefix: until_stopped(loader) for prefix, loader in loaders.items()},
+            with_media=bool(state.loggers),
+            inference_mode=setup.config.trainer.inference_mode,
+        )
 
 
 def _close(trainer: Trainer, loaders: Iterable[Any], *, failing: BaseException | None) -> None:

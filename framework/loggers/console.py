@@ -29,7 +29,7 @@ _PLAIN_LINE_S = 5.0
 # The rate is that of so many redraws: of half a minute on a terminal.
 _RATE_WINDOW = 120
 _EVALUATED = ("val/", "test/")
-# The losses of phases are shown, too.
+# The losses of a task's objectives are shown, too.
 _IN_PLAIN_LINES = re.compile(r"train/(.+/)?loss|train/lr")
 _RATE = "_per_s"
 # Metrics shown as shares of the time, and their labels.

@@ -89,7 +89,7 @@ class Strategy:
         """Raise ConfigError if the strategy doesn't support `trainer.precision`."""
 
     def allow_unused_parameters(self) -> None:
-        """Called before `wrap` if a backward may leave trained parameters without a gradient: a task with phases."""
+        """Called before `wrap` if a backward may leave trained parameters without a gradient, as objectives do."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call in training. `model` is on its device already."""

@@ -83,10 +83,10 @@ class DDP(SyncedBuffers):
             self._options["forward_sync_buffers"] = False
         else:
             self._options["broadcast_buffers"] = False
-        # After how many exchanges DDP rebuilds its buckets: never if it looks for unused parameters; with a static
-        # graph the first exchange only counts gradients, and the second notes their order.
+        # After how many exchanges DDP rebuilds its buckets; 0 for never.
         self._rebuilt_after = 1
         if static_graph:
+            # The first exchange only counts gradients, and the second notes their order.
             self._rebuilt_after = 2
         elif find_unused_parameters:
             self._rebuilt_after = 0
@@ -116,7 +116,7 @@ class DDP(SyncedBuffers):
         """Look for unused parameters. Raises ConfigError for a static graph."""
         if self._options["static_graph"]:
             raise ConfigError(
-                "strategy.static_graph=true can't go with a task that has phases: each uses other parameters.\n"
+                "strategy.static_graph=true can't go with a task that has objectives: each uses other parameters.\n"
                 "Use strategy.static_graph=false."
             )
         self._options["find_unused_parameters"] = True
@@ -147,7 +147,7 @@ class DDP(SyncedBuffers):
         return wrapped
 
     def _wrapped(self, model: nn.Module, *, init_sync: bool = True) -> nn.Module:
-        trained(model, strategy="ddp")
+        trained_parameters = trained(model, strategy="ddp")
         if self._powersgd is not None:
             check_dense(model, strategy=f"ddp with comm_hook={self._hook}")
         self._exchanges = 0
@@ -163,8 +163,24 @@ class DDP(SyncedBuffers):
         elif self._hook is not None:
             wrapped.register_comm_hook(None, HOOKS[self._hook])
         if self._rebuilt_after:
-            self._note_order(wrapped)
+            self._note_order(wrapped, trained_parameters)
         return wrapped
+
+    def _note_order(self, model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Note the order in which gradients come for the first exchange, by hooks that are removed then.
+
+        parameters: those that are trained, by name.
+        """
+        handles: dict[str, RemovableHandle] = {}
+
+        def note(name: str, _: Tensor) -> None:
+            if model.require_backward_grad_sync:
+                self._order.append(name)
+                handles[name].remove()
+
+        for name, parameter in parameters.items():
+            handles[name] = parameter.register_post_accumulate_grad_hook(partial(note, name))
+        self._handles += handles.values()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         if not isinstance(model, DistributedDataParallel):
@@ -204,10 +220,18 @@ class DDP(SyncedBuffers):
             return False
         assert isinstance(model, DistributedDataParallel)
         self._waiting = waiting
-        trained_parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        last = trained_parameters[-1]
+        last = list(trained(model.module, strategy="ddp").values())[-1]
         self._handles.append(last.register_post_accumulate_grad_hook(self._report_when_backward_ends))
         return True
+
+    def _report_when_backward_ends(self, _: Tensor) -> None:
+        """Queue the report: the engine runs queued callbacks when all gradients are there, in order.
+
+        DDP queues its waiting for the exchange when the last parameter is done, after any hook of a parameter.
+        """
+        assert self._waiting is not None
+        self._waiting_is_unreported = False
+        torch.autograd.Variable._execution_engine.queue_callback(self._waiting.begin_waiting)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return what decides the sums, the order of gradients and a hook's state, and each rank's own buffers."""
@@ -233,30 +257,6 @@ class DDP(SyncedBuffers):
         if self._powersgd is not None and "powersgd" in state:
             self._powersgd.load_state_dict(state["powersgd"])
         super().load_state_dict(model, state)
-
-    def _report_when_backward_ends(self, _: Tensor) -> None:
-        """Queue the report: the engine runs queued callbacks when all gradients are there, in order.
-
-        DDP queues its waiting for the exchange when the last parameter is done, after any hook of a parameter.
-        """
-        assert self._waiting is not None
-        self._waiting_is_unreported = False
-        torch.autograd.Variable._execution_engine.queue_callback(self._waiting.begin_waiting)
-
-    def _note_order(self, model: DistributedDataParallel) -> None:
-        """Note the order in which gradients come for the first exchange, by hooks that are removed then."""
-
-        def note(name: str, _: Tensor) -> None:
-            if model.require_backward_grad_sync:
-                self._order.append(name)
-                handles[name].remove()
-
-        handles = {
-            name: parameter.register_post_accumulate_grad_hook(partial(note, name))
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad
-        }
-        self._handles += handles.values()
 
 
 def auto(*, context: Context, **options: Any) -> Single | DDP:

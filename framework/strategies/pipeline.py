@@ -130,8 +130,8 @@ class Pipeline(Strategy):
     def allow_unused_parameters(self) -> None:
         """Raise ConfigError: every stage takes part in every backward."""
         raise ConfigError(
-            "strategy=pipeline can't go with a task that has phases: its stages run one forward and backward in each "
-            "step.\nUse strategy=ddp, or fsdp for a model that is too large for one device."
+            "strategy=pipeline can't go with a task that has objectives: its stages run one forward and backward in "
+            "each step.\nUse strategy=ddp, or fsdp for a model that is too large for one device."
         )
 
     def wrap(self, model: nn.Module) -> nn.Module:

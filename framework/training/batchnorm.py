@@ -81,10 +81,10 @@ def _recorded(layers: dict[str, Any], sums: dict[str, _Sums]) -> Iterator[None]:
 
 def _forward_epoch(state: TrainState) -> None:
     """Run every micro-batch of the last epoch forward, as a training step does."""
-    if state.phases is None:
+    if state.objectives is None:
         steps = [state.task.training_step]
     else:
-        steps = [phase.step for phase in state.phases.all]
+        steps = [objective.step for objective in state.objectives.all]
     for window in state.train_loader.epoch(state.progress.last_epoch):
         for micro in window.micro_batches:
             # Stand-ins are needed only if layers exchange statistics in the forward.

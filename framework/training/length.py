@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from framework.config.schema import Config, TrainerConfig
 from framework.data.batching import BatchPlan, count_windows
-from framework.optim.phases import Phases
+from framework.optim.objectives import Objectives
 
 
 def apply_limit(total: int, limit: int | float | None) -> int:
@@ -92,18 +92,18 @@ def schedule_length(
     per_epoch: int | None,
     optimizer: str = "",
     *,
-    phases: Phases | None = None,
+    objectives: Objectives | None = None,
     start: Start = FROM_SCRATCH,
 ) -> int | None:
     """Return how often an optimizer's scheduler moves in the whole run; None if that isn't known.
 
-    per_epoch: steps of an epoch, None if unknown. phases: of the task, in which the optimizer `optimizer` steps.
+    per_epoch: steps of an epoch, None if unknown. objectives: of the task, in which the optimizer `optimizer` steps.
     """
     steps = total_steps(config.trainer, steps_per_epoch=per_epoch, start=start)
     if config.scheduler.interval == "step":
-        if phases is None or steps is None:
+        if objectives is None or steps is None:
             return steps
-        return phases.count(optimizer, steps=steps)
+        return objectives.count(optimizer, steps=steps)
 
     # Counted in epochs.
     if per_epoch is None:

@@ -112,14 +112,14 @@ class Logbook:
         self._timer = timer
         self._flops = flops
         self._usage = DeviceUsage(state.context)
-        self._task_values = hooks([state.task], "logged")
+        self._logged_hooks = hooks([state.task], "logged")
         self.slow_ranks = SlowRanks(rank=state.context.rank, world_size=state.context.world_size)
         self.throughput = Throughput()
         # Of the last step. The schedule has moved on when they are logged.
         self.lrs: list[float] = []
         # By the names they are logged under.
         self.grad_norms: dict[str, Tensor] = {}
-        # What makes the media of the step that is logged next, by prefix.
+        # The functions that make the media of the step that is logged next, by the prefix of their names.
         self._media: dict[str, Callable[[], Mapping[str, Media]]] = {}
         # The newest drawings of evaluations, by name, and when they are logged, by `time.monotonic`.
         self._drawings: dict[str, DrawingOfStep] = {}
@@ -130,13 +130,13 @@ class Logbook:
         """Return True if a log follows once `step` steps are done."""
         return step % self._every == 0
 
-    def keep_media(self, media: Callable[[], Mapping[str, Media]], *, phase: str) -> None:
+    def keep_media(self, media: Callable[[], Mapping[str, Media]], *, objective: str) -> None:
         """Keep a step's media, if the step will be logged and this rank has loggers."""
         if self._state.loggers and self.is_due(self._progress.step + 1):
-            self._media[f"train/{phase}".rstrip("/")] = media
+            self._media[_train_prefix(objective)] = media
 
-    def has_media(self, *, phase: str) -> bool:
-        return f"train/{phase}".rstrip("/") in self._media
+    def has_media(self, *, objective: str) -> bool:
+        return _train_prefix(objective) in self._media
 
     # One log
 
@@ -178,8 +178,8 @@ class Logbook:
             usage = self._usage.values(reduction.figures.memory_gb)
         self.log_values(values | self.task_values("step") | self._time_values(reduction.figures) | usage)
 
-        for prefix, make in self._media.items():
-            self.log_values({f"{prefix}/{name}": value for name, value in media_of(make).items()})
+        for prefix, make_media in self._media.items():
+            self.log_values({f"{prefix}{name}": value for name, value in media_of(make_media).items()})
         self._media.clear()
         self._log_drawings_if_due()
 
@@ -221,20 +221,20 @@ class Logbook:
         Raises TargetError for a name that the framework logs itself.
         """
         values: dict[str, Any] = {}
-        answered: Mapping[str, Any] = log.values
-        for name, value in answered.items():
-            whole_name = f"{part}/{name}"
+        logged: Mapping[str, Any] = log.values
+        for name, value in logged.items():
+            full_name = f"{part}/{name}"
             if part == "train" and is_logged_by_training(name):
                 raise TargetError(
-                    f"A callback logs {name!r}, and the framework logs {whole_name} itself. Use another name."
+                    f"A callback logs {name!r}, and the framework logs {full_name} itself. Use another name."
                 )
             if is_pair(value):
-                self._state.reported.add(whole_name, (value[0], value[1]))
+                self._state.reported.add(full_name, (value[0], value[1]))
             elif not is_number(value):
-                values[whole_name] = value
+                values[full_name] = value
             elif self._context.is_main:
                 # On rank 0 only: reading a tensor waits for its device.
-                values[whole_name] = float(value)
+                values[full_name] = float(value)
         self.log_values(values)
 
     def log_pairs(self, part: str) -> None:
@@ -248,7 +248,7 @@ class Logbook:
     def task_values(self, interval: Interval) -> dict[str, float]:
         """Return the metrics that the task reduces itself. Every rank must call it."""
         values = {}
-        for logged in self._task_values:
+        for logged in self._logged_hooks:
             for name, value in logged(interval).items():
                 values[f"train/{name}"] = value
         return values
@@ -302,3 +302,10 @@ class Logbook:
         """Make what is logged so far survive a kill."""
         for flush in hooks(self._state.loggers.values(), "flush"):
             flush()
+
+
+def _train_prefix(objective: str) -> str:
+    """Return what precedes the names of a training step's media. objective: "" if the task has a single loss."""
+    if objective:
+        return f"train/{objective}/"
+    return "train/"

@@ -29,10 +29,13 @@ from framework.types import StepOutput, Task
 
 
 class LossWeights(Protocol):
-    """The weights of the micro-batches in each optimizer step. `phase` is the name of the task's; "" if it has none."""
+    """The weights of the micro-batches in each optimizer step.
+
+    objective: the name of one of the task's objectives; "" if it has a single loss.
+    """
 
     def weighted(
-        self, output: StepOutput, *, num_samples: int, scale: float, phase: str = "", is_only: bool = False
+        self, output: StepOutput, *, num_samples: int, scale: float, objective: str = "", is_only: bool = False
     ) -> Tensor:
         """Return the loss to go backward from, and note its weight.
 
@@ -46,7 +49,7 @@ class LossWeights(Protocol):
             ConfigError: ranks step by themselves, and the weight isn't what the loader counted.
         """
 
-    def begin_sum(self, phase: str = "") -> None:
+    def begin_sum(self, objective: str = "") -> None:
         """Start to sum the weights of the step over ranks, if that is needed.
 
         Every rank must call it once per step, before the backward of the last micro-batch.
@@ -88,9 +91,9 @@ class OneRankWeights:
         self._sum = _WeightSum(context.device)
 
     def weighted(
-        self, output: StepOutput, *, num_samples: int, scale: float, phase: str = "", is_only: bool = False
+        self, output: StepOutput, *, num_samples: int, scale: float, objective: str = "", is_only: bool = False
     ) -> Tensor:
-        self._kinds.check(output, phase)
+        self._kinds.check(output, objective)
         self._loaded += num_samples
         if output.weight is None and output.num_samples == num_samples:
             # Noted, too: a later micro-batch of this step may differ from the loader's count.
@@ -107,7 +110,7 @@ class OneRankWeights:
         self._sum.add(weight)
         return _times_weight(output.loss, weight, scale=scale)
 
-    def begin_sum(self, phase: str = "") -> None:
+    def begin_sum(self, objective: str = "") -> None:
         """Do nothing: there are no other ranks."""
 
     def divide(self, parameters: Iterable[Tensor], *, count: int) -> None:
@@ -137,7 +140,7 @@ class SummedWeights:
         self._task_name = task_name
         self._may_drop = may_drop
         self._counts = counts
-        # Whether ranks sum weights in each step, by the phase; a phase is missing until its first step.
+        # Whether ranks sum weights in each step, by the objective; an objective is missing until its first step.
         self._sums: dict[str, bool] = {}
         # Of this step: the sum so far, and if a weight differs from what the loader counted.
         self._sum = _WeightSum(context.device)
@@ -147,10 +150,10 @@ class SummedWeights:
         self._exchange: dist.Work | None = None
 
     def weighted(
-        self, output: StepOutput, *, num_samples: int, scale: float, phase: str = "", is_only: bool = False
+        self, output: StepOutput, *, num_samples: int, scale: float, objective: str = "", is_only: bool = False
     ) -> Tensor:
-        self._kinds.check(output, phase)
-        if not self._sums.get(phase, True):
+        self._kinds.check(output, objective)
+        if not self._sums.get(objective, True):
             if num_samples and output.num_samples != num_samples:
                 raise self._late_difference(output, num_samples)
             return scaled(output.loss, num_samples * scale)
@@ -163,17 +166,17 @@ class SummedWeights:
         self._sum.add(weight)
         return _times_weight(output.loss, weight, scale=scale)
 
-    def begin_sum(self, phase: str = "") -> None:
-        """Start to sum the weights over ranks. The first call for a phase waits for all ranks, which decide on it."""
-        if not self._sums.get(phase, True):
+    def begin_sum(self, objective: str = "") -> None:
+        """Start to sum the weights over ranks. In its first call for an objective, the ranks agree if they need it."""
+        if not self._sums.get(objective, True):
             return
         weights = self._sum.take()
         differs = self._differs
         self._differs = False
-        if phase not in self._sums:
-            needs_sum = self._may_drop or self._kinds.gives_weights(phase) or differs
-            self._sums[phase] = any_over_ranks(needs_sum, self._context)
-            if not self._sums[phase]:
+        if objective not in self._sums:
+            needs_sum = self._may_drop or self._kinds.gives_weights(objective) or differs
+            self._sums[objective] = any_over_ranks(needs_sum, self._context)
+            if not self._sums[objective]:
                 return
 
         self._total = torch.zeros((), dtype=self._sum.dtype, device=self._context.device)
@@ -218,16 +221,16 @@ class SeparateWeights:
         self._difference: Tensor | None = None
 
     def weighted(
-        self, output: StepOutput, *, num_samples: int, scale: float, phase: str = "", is_only: bool = False
+        self, output: StepOutput, *, num_samples: int, scale: float, objective: str = "", is_only: bool = False
     ) -> Tensor:
-        self._kinds.check(output, phase)
+        self._kinds.check(output, objective)
         if num_samples == 0:
             return output.loss * 0
         if output.weight is not None or output.num_samples != num_samples:
             self._compare(weight_of(output, task=self._task_name), num_samples)
         return scaled(output.loss, num_samples * scale)
 
-    def begin_sum(self, phase: str = "") -> None:
+    def begin_sum(self, objective: str = "") -> None:
         """Do nothing: ranks exchange nothing in a step."""
 
     def divide(self, parameters: Iterable[Tensor], *, count: int) -> None:
@@ -255,23 +258,23 @@ class SeparateWeights:
 
 
 class _WeightKinds:
-    """Checks that a task gives a `weight` for every batch of a phase, or for none."""
+    """Checks that a task gives a `weight` for every batch of an objective, or for none."""
 
     def __init__(self, task_name: str) -> None:
         self._task_name = task_name
         self._has_weight: dict[str, bool] = {}
 
-    def check(self, output: StepOutput, phase: str) -> None:
-        """Raise TargetError if the output has a weight and an earlier one of the phase had none, or the reverse."""
+    def check(self, output: StepOutput, objective: str) -> None:
+        """Raise TargetError if the output has a weight and an earlier one of the objective had none, or the reverse."""
         has_weight = output.weight is not None
-        if self._has_weight.setdefault(phase, has_weight) is not has_weight:
+        if self._has_weight.setdefault(objective, has_weight) is not has_weight:
             raise TargetError(
                 f"{self._task_name} returned a StepOutput {'with' if has_weight else 'without'} `weight`, unlike "
                 "before. Return one for every batch, or for none."
             )
 
-    def gives_weights(self, phase: str) -> bool:
-        return self._has_weight.get(phase, False)
+    def gives_weights(self, objective: str) -> bool:
+        return self._has_weight.get(objective, False)
 
 
 class _WeightSum:

@@ -21,7 +21,7 @@ LOSS = "loss"
 
 
 def is_loss(name: str) -> bool:
-    """Return True for the name of a loss: the task's, or that of one of its phases."""
+    """Return True for the name of a loss: the task's, or that of one of its objectives."""
     return name == LOSS or name.endswith(f"/{LOSS}")
 
 
@@ -100,7 +100,7 @@ class Series:
 class Meter:
     """Collects what steps compute. Adding only keeps references: no kernel, no wait for the device.
 
-    varies: names differ from one reduction to the next, since phases are due in some steps only.
+    varies: names differ from one reduction to the next, since objectives are due in some steps only.
     """
 
     def __init__(self, *, varies: bool = False) -> None:
@@ -111,12 +111,12 @@ class Meter:
         # Names that all ranks have, known after the first reduction.
         self._agreed: list[str] | None = None
 
-    def add(self, output: StepOutput, *, step: int = 0, phase: str = "") -> None:
+    def add(self, output: StepOutput, *, step: int = 0, objective: str = "") -> None:
         """Add one batch: its loss is a mean and counts by `output.weight`, else `num_samples`; metrics are sums.
 
-        phase: the name of the task's, which then precedes those of loss and metrics.
+        objective: the name of the task's, which then precedes those of loss and metrics.
         """
-        prefix = f"{phase}/" if phase else ""
+        prefix = f"{objective}/" if objective else ""
         self._add_loss(prefix + LOSS, output.loss.detach(), weight_of(output), step=step)
         for name, (total, count) in output.metrics.items():
             self._add_metric(prefix + name, total, count, step=step)

@@ -65,7 +65,7 @@ class StopControl:
             reasons = gather_to_all(self.own_reason, self._context)
             self.reason = next(reason for reason in reasons if reason is not None)
 
-    def handle_request(self, step: int, *, steps_ahead: int) -> None:
+    def stop_if_due(self, step: int, *, steps_ahead: int) -> None:
         """Stop if all ranks do so after this step. Wait for this rank's devices first. See `StopRequest.due`."""
         if self.request.due(step, steps_ahead=steps_ahead):
             self.stopped_by = self.request.signal_name

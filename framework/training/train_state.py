@@ -27,8 +27,8 @@ from framework.distributed.seed import generator_states, restore_generator_state
 from framework.distributed.sharded import has_output, is_model_sharded
 from framework.errors import ConfigError
 from framework.media import Table, Text
+from framework.optim.objectives import Objectives
 from framework.optim.optimizer import restore_optimizer
-from framework.optim.phases import Phases
 from framework.optim.precision import PrecisionPlugin
 from framework.optim.schedule import Schedule, Schedules
 from framework.optim.several import Optimizers
@@ -48,7 +48,7 @@ from framework.training.rank_states import (
     states_of_ranks,
 )
 from framework.training.stop_control import StopControl
-from framework.types import Callback, Logger, MicroBatch, Phase, Task, hooks
+from framework.types import Callback, Logger, MicroBatch, Objective, Task, hooks
 
 
 @final
@@ -122,7 +122,7 @@ class TrainState:
     stop: StopControl
     context: Context
     # Of the task; None if it has a single loss.
-    phases: Phases | None = None
+    objectives: Objectives | None = None
     # Activation checkpointing is on.
     recomputes: bool = False
     # Of `torch.compile`, for when the model is wrapped again; None: not compiled.
@@ -134,7 +134,7 @@ class TrainState:
     val_texts: dict[str, Table | Text] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.meter = Meter(varies=self.phases is not None)
+        self.meter = Meter(varies=self.objectives is not None)
         self.reported = ReportedPairs()
         self.trainable = Trainable(self.bare_model)
         # Names of the parameters that are trained, in the checkpoint that was loaded.
@@ -170,19 +170,19 @@ class TrainState:
             return list(self.optimizer.named.values())
         return [self.optimizer]
 
-    def of(self, phase: Phase) -> tuple[Optimizer, Schedule | Schedules]:
-        """Return the optimizer that a phase steps, and its schedule; one without a name steps all."""
-        if not phase.name:
+    def of(self, objective: Objective) -> tuple[Optimizer, Schedule | Schedules]:
+        """Return the optimizer that an objective steps, and its schedule; one without a name steps all."""
+        if not objective.name:
             return self.optimizer, self.schedule
-        assert isinstance(self.optimizer, Optimizers), "phases name one of several"
+        assert isinstance(self.optimizer, Optimizers), "objectives name one of several"
         assert isinstance(self.schedule, Schedules)
-        return self.optimizer.named[phase.optimizer], self.schedule.named[phase.optimizer]
+        return self.optimizer.named[objective.optimizer], self.schedule.named[objective.optimizer]
 
-    def trained_in(self, phase: Phase) -> Sequence[nn.Parameter]:
-        """Return the parameters that a phase trains."""
-        if not phase.name:
+    def trained_in(self, objective: Objective) -> Sequence[nn.Parameter]:
+        """Return the parameters that an objective trains."""
+        if not objective.name:
             return self.trainable.parameters
-        optimizer, _ = self.of(phase)
+        optimizer, _ = self.of(objective)
         parameters = []
         for group in optimizer.param_groups:
             parameters += [parameter for parameter in group["params"] if parameter.requires_grad]

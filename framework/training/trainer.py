@@ -54,7 +54,7 @@ from framework.types import (
     FitInfo,
     Log,
     MicroBatch,
-    Phase,
+    Objective,
     StepInfo,
     StepOutput,
     Stop,
@@ -106,11 +106,13 @@ class Trainer:
         self.train_loader = state.train_loader
         self.val_loaders = val_loaders
         self.checkpoints = checkpoints
+        # Optimizer steps that were done when `fit` was called: more than 0 in a resumed run.
         self.start_step = 0
         # Set by `engine.restore` when it resumes a run; `fit` calls it after the start hooks, which may draw numbers.
         self.restore_generators: Callable[[], object] | None = None
         self._after_first_step = after_first_step
         self._check_metrics = check_metrics
+        # The step of the checkpoint that was saved or loaded last.
         self._saved_step: int | None = None
         # True if a checkpoint is due by the clock. Those due by steps or epochs aren't noted here.
         self._timed_save_is_due = False
@@ -126,17 +128,17 @@ class Trainer:
         # Of ranks that train on the same samples, only one counts them in means and weights. A strategy that runs
         # windows gives each output to one rank anyway.
         self._counts_outputs = self._runs_windows or state.speaks_for_share
-        # A task with several losses has phases, each with a step and an optimizer. Any other is treated as one phase
-        # without a name.
-        self._only_phase: tuple[Phase, ...] = ()
-        if state.phases is None:
-            self._only_phase = (Phase("", state.task.training_step, optimizer=""),)
-        # Names of the phases whose step has a parameter `info`.
-        self._phases_with_info: set[str] = set()
-        for phase in self._all_phases():
-            if "info" in signature(phase.step).parameters:
-                self._phases_with_info.add(phase.name)
-        self._weights = loss_weights(
+        # A task with a single loss is treated as one objective without a name.
+        self._only_objective: tuple[Objective, ...] = ()
+        if state.objectives is None:
+            self._only_objective = (Objective(name="", step=state.task.training_step, optimizer=""),)
+        objectives = self._only_objective if state.objectives is None else state.objectives.all
+        # Names of the objectives whose step has a parameter `info`.
+        self._objectives_with_info: set[str] = set()
+        for objective in objectives:
+            if "info" in signature(objective.step).parameters:
+                self._objectives_with_info.add(objective.name)
+        self._loss_weights = loss_weights(
             state.context,
             strategy=strategy,
             task=state.task,
@@ -156,9 +158,9 @@ class Trainer:
         self._timer = StepTimer(link.rank_status, clock=clock, every=settings.log_every_n_steps)
         self.train_loader.observe_waiting(self._timer)
         # FLOPs are counted once, for one step on a copy of the model. That doesn't work for a model spread over ranks,
-        # which can't be copied, nor with phases, whose steps differ.
+        # which can't be copied, nor with several objectives, whose steps differ.
         is_spread = self._runs_windows or strategy.forward_communicates
-        is_counted = counts_flops and not is_spread and state.phases is None
+        is_counted = counts_flops and not is_spread and state.objectives is None
         self._flops = FlopRate(peak_of_run(state.context, settings.precision), is_wanted=is_counted)
         self.logbook = Logbook(state, settings, timer=self._timer, flops=self._flops)
 
@@ -175,6 +177,7 @@ class Trainer:
         self._prepare()
         self._timer.set_phase(RankPhase.DATA)
         for window in self._windows():
+            # Of this step: `progress` goes on to the next epoch after the last step of one.
             epoch = progress.epoch
             loss = self.train_step(window)
 
@@ -185,7 +188,7 @@ class Trainer:
             for hook in self._hooks.step_end:
                 answer = hook(info)
                 if answer is not None:
-                    self._handle(answer)
+                    self._handle_answer(answer)
             is_first_step = progress.step == self.start_step + 1
             if is_first_step:
                 state.trainable.check_all_known(state.bare_model)
@@ -198,23 +201,67 @@ class Trainer:
                 self._timer.leave_step(RankPhase.LOGGING)
                 # A callback may have asked to stop since the last log.
                 self.stop.agree()
-            if self._evaluation_due(epoch_end=window.epoch_end):
+            if self._evaluation_is_due(epoch_end=window.epoch_end):
                 self.evaluate()
             if window.epoch_end:
                 self._end_epoch(epoch)
-            if self._save_due(epoch_end=window.epoch_end):
+            if self._save_is_due(epoch_end=window.epoch_end):
                 self.save()
             if self.stop.request.pending:
-                self._handle_request()
+                self._stop_on_request()
             self._timer.set_phase(RankPhase.DATA)
         self._finish()
+
+    def _windows(self) -> Iterator[Window]:
+        """Yield this rank's windows from `progress` on, epoch after epoch. `fit` advances `progress` between them."""
+        while not self._is_done():
+            # In the middle of an epoch, a run has been resumed: `_repeat_epoch_start` has called these hooks.
+            is_new_epoch = self.progress.samples == 0
+            if is_new_epoch:
+                self._timer.leave_step(RankPhase.LOGGING)
+                self._call_epoch_hooks(self._hooks.epoch_start, epoch=self.progress.epoch)
+                self._timer.set_phase(RankPhase.DATA)
+                # A hook may have asked to stop.
+                if self._is_done():
+                    return
+            for window in self.train_loader.epoch(self.progress.epoch, start=self.progress.samples):
+                yield window
+                if self._is_done():
+                    return
+
+    def _is_done(self) -> bool:
+        settings = self.settings
+        progress = self.progress
+        return (
+            self.stop.should_stop
+            or (settings.max_steps is not None and progress.step >= settings.max_steps)
+            or (settings.max_epochs is not None and progress.epoch >= settings.max_epochs)
+        )
+
+    def _evaluation_is_due(self, *, epoch_end: bool) -> bool:
+        every_steps = self.settings.val_check_interval
+        if every_steps is not None:
+            return self.progress.step % every_steps == 0
+        every_epochs = self.settings.check_val_every_n_epoch
+        return epoch_end and every_epochs is not None and (self.progress.last_epoch + 1) % every_epochs == 0
+
+    def _save_is_due(self, *, epoch_end: bool) -> bool:
+        checkpoints = self.checkpoints
+        if checkpoints is None:
+            return False
+        # Checkpoints that are ranked by a metric are saved after each validation.
+        is_ranked = checkpoints.monitor is not None and self.state.val_step == self.progress.step
+        by_epoch = epoch_end and checkpoints.due_epoch(self.progress.last_epoch)
+        return is_ranked or by_epoch or self._timed_save_is_due or checkpoints.due_step(self.progress.step)
+
+    # One step
 
     def train_step(self, window: Window) -> Tensor:
         """Train on this rank's part of one global batch; return the detached loss of the last micro-batch.
 
-        This is one optimizer step, or one for each phase of a task that has several losses. Each mean loss is
-        multiplied by the micro-batch's part of the global batch. It is also multiplied by the number of data shares,
-        because strategies average gradients over these.
+        This is one optimizer step, or one for each objective of a task that has several. Each mean loss is multiplied
+        by the micro-batch's part of the global batch. It is also multiplied by the number of data shares, because
+        strategies average gradients over these.
         """
         state = self.state
         if state.trainable.has_changed():
@@ -224,38 +271,41 @@ class Trainer:
 
         mark = self._timer.set_phase
         scale = self._num_shares / window.global_count
-        phases = self._phases_due()
+        objectives = self._only_objective
+        if state.objectives is not None:
+            objectives = state.objectives.due(self.progress.step)
         micro_batches: Iterable[MicroBatch] = window.micro_batches
-        if len(phases) > 1:
-            # An iterator, and each phase runs on all of it.
+        if len(objectives) > 1:
+            # An iterator, and each objective is computed on all of it.
             micro_batches = list(micro_batches)
-        for phase in phases:
+        for objective in objectives:
             for position, micro in enumerate(micro_batches, start=1):
                 is_last = position == window.num_micro_batches
                 mark(RankPhase.FORWARD)
                 with self._isolate_stand_in(micro), state.strategy.accumulate(state.model, synchronise=is_last):
-                    output = self._forward(micro, phase=phase, window=window, is_first=position == 1)
-                    loss = self._weights.weighted(
+                    output = self._forward(micro, objective=objective, window=window, is_first=position == 1)
+                    loss = self._loss_weights.weighted(
                         output,
                         num_samples=micro.num_samples,
                         scale=scale,
-                        phase=phase.name,
+                        objective=objective.name,
                         is_only=window.num_micro_batches == 1,
                     )
                     if is_last:
                         # Ranks sum their weights while the backward runs.
-                        self._weights.begin_sum(phase.name)
+                        self._loss_weights.begin_sum(objective.name)
                     mark(RankPhase.BACKWARD)
                     state.precision.scaler.scale(loss).backward()
                 has_samples = micro.num_samples > 0 and output.num_samples
                 if has_samples and self._counts_outputs:
-                    state.meter.add(output, step=self.progress.step + 1, phase=phase.name)
+                    state.meter.add(output, step=self.progress.step + 1, objective=objective.name)
+                # The next micro-batch is loaded.
                 mark(RankPhase.DATA)
 
             if window.first_rank is not None:
                 # Rank 0 may have had no sample, so its buffers may lack this step.
                 state.strategy.broadcast_buffers(state.model, source=window.first_rank)
-            self._update(phase, global_count=window.global_count)
+            self._update(objective, global_count=window.global_count)
         state.strategy.after_update(state.model)
         return output.loss.detach()
 
@@ -269,41 +319,45 @@ class Trainer:
             return NO_CONTEXT
         return self.state.without_side_effects()
 
-    def _forward(self, micro: MicroBatch, *, phase: Phase, window: Window, is_first: bool) -> StepOutput:
+    def _forward(self, micro: MicroBatch, *, objective: Objective, window: Window, is_first: bool) -> StepOutput:
         """Return what the task computes from a micro-batch. is_first: it is the first of its window."""
         state = self.state
         keywords = {}
-        if phase.name in self._phases_with_info:
+        if objective.name in self._objectives_with_info:
             keywords["info"] = self._batch_info(window, num_samples=micro.num_samples)
         with state.precision.autocast():
             batch = state.precision.convert_batch(micro.batch)
             if self._flops.is_pending and self.logbook.is_due(self.progress.step + 1):
-                output = self._flops.record(phase.step, state.model, batch, **keywords)
+                output = self._flops.record(objective.step, state.model, batch, **keywords)
             else:
-                output = phase.step(state.model, batch, **keywords)
+                output = objective.step(state.model, batch, **keywords)
 
         if self._must_check(output):
-            source = f"phases: {phase.name}" if phase.name else "training_step"
+            source = f"objectives: {objective.name}" if objective.name else "training_step"
             check_output(output, state.task, source)
         if is_first and output.media is not None:
-            self.logbook.keep_media(output.media, phase=phase.name)
+            self.logbook.keep_media(output.media, objective=objective.name)
         if self._overwrites_outputs:
             output = copied(output)
         return output
+
+    def _batch_info(self, window: Window, *, num_samples: int) -> BatchInfo:
+        progress = self.progress
+        return BatchInfo(progress.step, progress.epoch, window.global_count, is_stand_in=num_samples == 0)
 
     def _must_check(self, output: object) -> bool:
         """Return True in the first step, where outputs are checked in full, and for any that is no StepOutput."""
         return self.progress.step == self.start_step or not isinstance(output, StepOutput)
 
-    def _update(self, phase: Phase, *, global_count: int) -> None:
-        """Clip the gradients, step the phase's optimizer and its schedule, drop all gradients."""
+    def _update(self, objective: Objective, *, global_count: int) -> None:
+        """Clip the gradients, step the objective's optimizer and its schedule, drop all gradients."""
         state = self.state
         settings = self.settings
         self._timer.set_phase(RankPhase.OPTIMIZER)
         scaler = state.precision.scaler
-        optimizer, schedule = state.of(phase)
-        parameters = state.trained_in(phase)
-        self._weights.divide(parameters, count=global_count)
+        optimizer, schedule = state.of(objective)
+        parameters = state.trained_in(objective)
+        self._loss_weights.divide(parameters, count=global_count)
 
         needs_norm = settings.gradient_clip_val is not None or self.logbook.is_due(self.progress.step + 1)
         if needs_norm or self._hooks.before_optimizer_step:
@@ -313,7 +367,7 @@ class Trainer:
         if needs_norm:
             norm = clip_gradients(parameters, settings, norm_over_ranks=state.strategy.total_norm)
             if norm is not None:
-                self.logbook.grad_norms[f"{phase.name}/grad_norm".lstrip("/")] = norm
+                self.logbook.grad_norms[f"{objective.name}/grad_norm".lstrip("/")] = norm
 
         self.logbook.lrs = [group["lr"] for group in state.optimizer.param_groups]
         # A scaler skips the step if gradients overflow; if it doesn't, `_note_optimizer_step` sets this to True.
@@ -326,6 +380,56 @@ class Trainer:
         if self._has_stepped:
             schedule.step_after("step")
 
+    def _note_optimizer_step(self, *_: Any) -> None:
+        self._has_stepped = True
+
+    def _update_trainable(self) -> None:
+        """Rebuild what depends on the trained parameters: a model or callback has changed `requires_grad`."""
+        self._timer.leave_step(RankPhase.BUILDING)
+        self.state.update_trainable()
+
+    # A step of a strategy that runs the forward and backward passes itself, as pipelines do
+
+    def _run_window(self, window: Window) -> Tensor:
+        """Make the step as `train_step` does, with one objective."""
+        state = self.state
+        loss = state.strategy.run_window(
+            state.model,
+            window,
+            task=self._task_of(window),
+            precision=state.precision,
+            add=self._add_output,
+            mark=self._timer.set_phase,
+        )
+        self._loss_weights.begin_sum()
+        self._update(self._only_objective[0], global_count=window.global_count)
+        state.strategy.after_update(state.model)
+        return loss
+
+    def _task_of(self, window: Window) -> Task:
+        """Return the task for the strategy: if its step takes a BatchInfo, a copy of it that has this bound.
+
+        Such a strategy runs the backward for samples only, never for a stand-in.
+        """
+        task: Any = self.state.task
+        if self._objectives_with_info:
+            step = task.training_step
+            task = copy.copy(task)
+            task.training_step = partial(step, info=self._batch_info(window, num_samples=window.global_count))
+        return task  # type: ignore[no-any-return]
+
+    def _add_output(self, output: StepOutput, num_samples: int, scale: float) -> Tensor:
+        """Note what the task computed from a micro-batch; return the loss for the strategy to go backward from."""
+        if self._must_check(output):
+            check_output(output, self.state.task, "training_step")
+        if output.num_samples:
+            self.state.meter.add(output, step=self.progress.step + 1)
+        if output.media is not None and not self.logbook.has_media(objective=""):
+            self.logbook.keep_media(output.media, objective="")
+        return self._loss_weights.weighted(output, num_samples=num_samples, scale=scale)
+
+    # Between steps
+
     def log(self) -> None:
         """Reduce over ranks what the last steps computed, and log it; stop if a callback asks for it.
 
@@ -334,7 +438,7 @@ class Trainer:
         state = self.state
         self._timer.leave_step(RankPhase.LOGGING)
         self._count_flops()
-        self._weights.check()
+        self._loss_weights.check()
         wanted = Actions(
             stop=self.stop.own_reason is not None,
             save=self.checkpoints is not None and self.checkpoints.due_time(),
@@ -352,6 +456,13 @@ class Trainer:
         self.stop.agree(reduction.actions.stop)
         self.logbook.write(reduction)
 
+    def _count_flops(self) -> None:
+        """Count the FLOPs of the step that was recorded, if there is one. Not counted as training time."""
+        if self._flops.has_calls:
+            began = time.perf_counter()
+            self._flops.count(self.state)
+            self.logbook.throughput.leave_out(since=began)
+
     def evaluate(self) -> None:
         """Validate, log, call the callbacks; stop if one asks for it. Every rank must call it."""
         if not self.val_loaders:
@@ -364,18 +475,20 @@ class Trainer:
         self.context.wait_for_devices()
         began = time.perf_counter()
 
+        self._timer.leave_step(RankPhase.LOGGING)
+        start_hooks = hooks(state.observers, "on_validation_start")
+        self._call_epoch_hooks(start_hooks, epoch=epoch, part="val")
+
+        self._timer.leave_step(RankPhase.EVALUATE)
         for loader in self.val_loaders.values():
             loader.set_epoch(epoch)
-        start_hooks = hooks(state.observers, "on_validation_start")
-        self._timer.leave_step(RankPhase.LOGGING)
-        self._call(start_hooks, epoch=epoch, part="val")
-        self._timer.leave_step(RankPhase.EVALUATE)
         with state.evaluation_weights():
             evaluation = state.evaluate(self.val_loaders, with_media=bool(state.loggers))
-        self._timer.leave_step(RankPhase.LOGGING)
         state.val_metrics = evaluation.metrics
         state.val_texts = evaluation.texts
         state.val_step = step
+
+        self._timer.leave_step(RankPhase.LOGGING)
         self._check_metrics(evaluation.metrics)
         self.logbook.log_evaluation(evaluation)
         state.schedule.step_after("validation", evaluation.metrics)
@@ -383,12 +496,34 @@ class Trainer:
         info = EvalInfo("val", step, epoch, evaluation.metrics)
         end_hooks = hooks(state.observers, "on_validation_end")
         for hook in end_hooks:
-            self._handle(hook(info), part="val")
+            self._handle_answer(hook(info), part="val")
         has_hooks = bool(start_hooks or end_hooks)
         if has_hooks and self.logbook.any_pairs():
             self.logbook.log_pairs("val")
         self.stop.agree()
         self.logbook.throughput.leave_out(since=began)
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Call the hooks of an epoch's end, and log what the task reduces once per epoch."""
+        if self._hooks.epoch_end:
+            self._timer.leave_step(RankPhase.LOGGING)
+            self._call_epoch_hooks(self._hooks.epoch_end, epoch=epoch)
+            self.stop.agree()
+        self.logbook.log_values(self.logbook.task_values("epoch"))
+
+    def _call_epoch_hooks(
+        self, epoch_hooks: Iterable[Callable[[EpochInfo], Stop | Log | None]], *, epoch: int, part: str = "train"
+    ) -> None:
+        """Call hooks that get an EpochInfo. part: as in `_handle_answer`."""
+        for hook in epoch_hooks:
+            self._handle_answer(hook(EpochInfo(epoch, self.progress.step)), part=part)
+
+    def _handle_answer(self, answer: Stop | Log | None, *, part: str = "train") -> None:
+        """Log the values of a Log that a hook has returned, note a Stop. part: `val` in validation hooks."""
+        if isinstance(answer, Log):
+            self.logbook.add(answer, part=part)
+            answer = answer.stop
+        self.stop.handle(answer)
 
     def save(self) -> None:
         """Copy the state between two steps and start to write it as a checkpoint. Every rank must call it.
@@ -416,7 +551,124 @@ class Trainer:
         self._timed_save_is_due = False
         self.logbook.throughput.leave_out(since=began)
 
-    # Before the first step and after the last
+    def _stop_on_request(self) -> None:
+        """Stop for a signal, if this is the step after which all ranks stop. Does nothing if training ends here anyway.
+
+        Ranks learn of the signal after different steps; see `StopRequest.due`.
+        """
+        self.context.wait_for_devices()
+        if not self._is_done():
+            steps_ahead = steps_to_meeting(self.state.strategy, self.settings, step=self.progress.step)
+            self.stop.stop_if_due(self.progress.step, steps_ahead=steps_ahead)
+
+    # The start and the end of `fit`
+
+    def _prepare(self) -> None:
+        """Call the start hooks, restore what they may have changed, and start measuring."""
+        self.start_step = self.progress.step
+        # Time in hooks counts as logging.
+        self._timer.set_phase(RankPhase.LOGGING)
+        self._call_start_hooks()
+        # Looked up after the start hooks, which may have set some of them.
+        observers = self.state.observers
+        self._hooks = _Hooks(
+            epoch_start=hooks(observers, "on_train_epoch_start"),
+            before_optimizer_step=hooks(observers, "on_before_optimizer_step"),
+            step_end=hooks(observers, "on_train_step_end") + hooks(self.state.loggers.values(), "on_train_step_end"),
+            epoch_end=hooks(observers, "on_train_epoch_end"),
+        )
+        if self.progress.samples > 0 and self._hooks.epoch_start:
+            self._repeat_epoch_start()
+
+        self._timer.set_phase(RankPhase.BUILDING)
+        # A resumed run trains the parameters that it trained before, even if callbacks have frozen others just now.
+        self.state.restore_trainable()
+        if self.restore_generators is not None:
+            self.restore_generators()
+        self._start_measuring()
+
+    def _call_start_hooks(self) -> None:
+        state = self.state
+        steps_per_epoch = self.train_loader.steps_per_epoch
+        start = self.start_of_run()
+        info = FitInfo(
+            model=state.bare_model,
+            start_step=self.progress.step,
+            total_steps=total_steps(self.settings, steps_per_epoch=steps_per_epoch, start=start),
+            steps_per_epoch=steps_per_epoch,
+            steps_left_in_epoch=start.steps_left,
+            max_epochs=self.settings.max_epochs,
+            optimizer=state.optimizer,
+            batchnorm_statistics=self._batchnorm_statistics,
+        )
+        for hook in hooks(state.observers, "on_fit_start") + hooks(state.loggers.values(), "start"):
+            hook(info)
+
+    def _batchnorm_statistics(self) -> dict[str, Tensor]:
+        """Compute BatchNorm's statistics for the weights to evaluate; see `FitInfo`. Not counted as training time."""
+        self._timer.leave_step(RankPhase.EVALUATE)
+        began = time.perf_counter()
+        statistics = batchnorm_statistics(self.state)
+        # A callback has asked for them.
+        self._timer.leave_step(RankPhase.LOGGING)
+        self.logbook.throughput.leave_out(since=began)
+        return statistics
+
+    def _repeat_epoch_start(self) -> None:
+        """Call the hooks of an epoch's start again in a run that is resumed in the middle of the epoch.
+
+        What they set up in objects was lost with the earlier process. What they changed of the checkpoint's content is
+        in the checkpoint already, so it is restored afterwards.
+        """
+        info = EpochInfo(self.progress.epoch, self.progress.step, resumed=True)
+        with self.state.restored_afterwards():
+            for hook in self._hooks.epoch_start:
+                hook(info)
+
+    def _start_measuring(self) -> None:
+        """Start to count FLOPs, samples and times. Every rank must call it."""
+        state = self.state
+        context = self.context
+        self._flops.start()
+        self.logbook.throughput.read(step=self.progress.step)
+        if context.world_size > 1:
+            # Slow ranks are reported with their places.
+            devices = ", ".join(dict.fromkeys(str(device) for device in context.devices))
+            places = gather_to_all(f"{socket.gethostname()}, {devices}", context)
+            self.logbook.slow_ranks.start(places, step=self.progress.step)
+            self._timer.knows_waiting = state.strategy.observe_waiting(state.model, self._timer)
+        self._timer.start()
+
+    def _finish(self) -> None:
+        """Save and log what is left, wait until it is written, and call the end hooks. Raises DiskError."""
+        if self._saved_step != self.progress.step:
+            self.save()
+        # A stopped run logs these steps once it is resumed, together with those that follow.
+        if self.progress.step > self.start_step and not self.stop.on_request:
+            self.log()
+        if self.checkpoints is not None:
+            self._wait_for_checkpoint(self.checkpoints)
+        self._timer.leave_step(RankPhase.LOGGING)
+        for hook in hooks(self.state.observers, "on_fit_end"):
+            hook()
+
+    def _wait_for_checkpoint(self, checkpoints: CheckpointManager) -> None:
+        """Wait until the last checkpoint is written; if it failed, try once more. Raises DiskError on all ranks."""
+        self._timer.leave_step(RankPhase.CHECKPOINT)
+        failures = gather_to_all(checkpoints.wait(), self.context)
+        if any(failures):
+            self.save()
+            failures = gather_to_all(checkpoints.wait(), self.context)
+        for failure in failures:
+            if failure is not None:
+                raise DiskError(f"{failure} What was trained since isn't saved. Make room, then resume the run.")
+
+    # Before `fit`
+
+    def load_state_dict(self, training: Mapping[str, Any]) -> None:
+        """Load the `training` part of a checkpoint, once the weights are there. Every rank must call it."""
+        self.state.load_state_dict(training)
+        self._saved_step = self.progress.step
 
     @refused_broadcasting()
     def sanity_check(self) -> list[str]:
@@ -438,11 +690,6 @@ class Trainer:
             batches = {prefix: loader.first(num_batches) for prefix, loader in self.val_loaders.items()}
             return self.state.evaluate(batches).names
 
-    def load_state_dict(self, training: Mapping[str, Any]) -> None:
-        """Load the `training` part of a checkpoint, once the weights are there. Every rank must call it."""
-        self.state.load_state_dict(training)
-        self._saved_step = self.progress.step
-
     def start_of_run(self) -> Start:
         """Return the position to train from: that of the restored checkpoint, or the beginning.
 
@@ -456,245 +703,14 @@ class Trainer:
             plan=loader.plan,
         )
 
-    def _prepare(self) -> None:
-        """Call the start hooks, restore what they may have changed, and start measuring."""
-        self.start_step = self.progress.step
-        self._timer.set_phase(RankPhase.LOGGING)
-        self._call_start_hooks()
-        observers = self.state.observers
-        self._hooks = _Hooks(
-            epoch_start=hooks(observers, "on_train_epoch_start"),
-            before_optimizer_step=hooks(observers, "on_before_optimizer_step"),
-            step_end=hooks(observers, "on_train_step_end") + hooks(self.state.loggers.values(), "on_train_step_end"),
-            epoch_end=hooks(observers, "on_train_epoch_end"),
-        )
-        self._repeat_epoch_start()
-        self._timer.set_phase(RankPhase.BUILDING)
-        # A resumed run trains the parameters that it trained before, even if callbacks have frozen others just now.
-        self.state.restore_trainable()
-        if self.restore_generators is not None:
-            self.restore_generators()
-        self._flops.start()
-        self.logbook.throughput.read(step=self.progress.step)
-        self._start_timer()
+    # For steps outside of `fit`, as job=tune makes them
 
-    def _call_start_hooks(self) -> None:
-        state = self.state
-        steps_per_epoch = self.train_loader.steps_per_epoch
-        start = self.start_of_run()
-        info = FitInfo(
-            model=state.bare_model,
-            start_step=self.progress.step,
-            total_steps=total_steps(self.settings, steps_per_epoch=steps_per_epoch, start=start),
-            steps_per_epoch=steps_per_epoch,
-            steps_left_in_epoch=start.steps_left,
-            max_epochs=self.settings.max_epochs,
-            optimizer=state.optimizer,
-            batchnorm_statistics=self._batchnorm_statistics,
-        )
-        for hook in hooks(state.observers, "on_fit_start") + hooks(state.loggers.values(), "start"):
-            hook(info)
-
-    def _repeat_epoch_start(self) -> None:
-        """Call the hooks of an epoch's start again if it began in an earlier process.
-
-        What they set up in objects is lost with that process. What they changed of the checkpoint's content is in the
-        checkpoint already, and is restored.
-        """
-        if self.progress.samples == 0 or not self._hooks.epoch_start:
-            return
-        info = EpochInfo(self.progress.epoch, self.progress.step, resumed=True)
-        with self.state.restored_afterwards():
-            for hook in self._hooks.epoch_start:
-                hook(info)
-
-    def _start_timer(self) -> None:
-        state = self.state
-        context = self.context
-        if context.world_size > 1:
-            devices = ", ".join(dict.fromkeys(str(device) for device in context.devices))
-            places = gather_to_all(f"{socket.gethostname()}, {devices}", context)
-            self.logbook.slow_ranks.start(places, step=self.progress.step)
-            self._timer.knows_waiting = state.strategy.observe_waiting(state.model, self._timer)
-        self._timer.start()
-
-    def _finish(self) -> None:
-        """Save and log what is left, wait until it is written, and call the end hooks. Raises DiskError."""
-        if self._saved_step != self.progress.step:
-            self.save()
-        # A stopped run logs these steps once it is resumed, together with those that follow.
-        if self.progress.step > self.start_step and not self.stop.on_request:
-            self.log()
-        self._wait_for_checkpoint()
-        self._timer.leave_step(RankPhase.LOGGING)
-        for hook in hooks(self.state.observers, "on_fit_end"):
-            hook()
-
-    def _wait_for_checkpoint(self) -> None:
-        """Wait until the last checkpoint is written; if it failed, try once more. Raises DiskError on all ranks."""
-        if self.checkpoints is None:
-            return
-        self._timer.leave_step(RankPhase.CHECKPOINT)
-        for attempt in range(2):
-            failures = gather_to_all(self.checkpoints.wait(), self.context)
-            failure = next((text for text in failures if text is not None), None)
-            if failure is None:
-                return
-            if attempt == 0:
-                self.save()
-        raise DiskError(f"{failure} What was trained since isn't saved. Make room, then resume the run.")
-
-    # Parts of the loop
-
-    def _windows(self) -> Iterator[Window]:
-        """Yield this rank's windows from `progress` on, epoch after epoch."""
-        while not self._done():
-            if self.progress.samples == 0:
-                self._timer.leave_step(RankPhase.LOGGING)
-                self._call(self._hooks.epoch_start, epoch=self.progress.epoch)
-                self._timer.set_phase(RankPhase.DATA)
-                if self._done():
-                    # A hook has asked to stop.
-                    return
-            for window in self.train_loader.epoch(self.progress.epoch, start=self.progress.samples):
-                yield window
-                if self._done():
-                    return
-
-    def _done(self) -> bool:
-        settings = self.settings
-        progress = self.progress
-        return (
-            self.stop.should_stop
-            or (settings.max_steps is not None and progress.step >= settings.max_steps)
-            or (settings.max_epochs is not None and progress.epoch >= settings.max_epochs)
-        )
-
-    def _evaluation_due(self, *, epoch_end: bool) -> bool:
-        every_steps = self.settings.val_check_interval
-        if every_steps is not None:
-            return self.progress.step % every_steps == 0
-        every_epochs = self.settings.check_val_every_n_epoch
-        return epoch_end and every_epochs is not None and (self.progress.last_epoch + 1) % every_epochs == 0
-
-    def _save_due(self, *, epoch_end: bool) -> bool:
-        if self.checkpoints is None:
-            return False
-        is_ranked = self.checkpoints.monitor is not None and self.state.val_step == self.progress.step
-        by_epoch = epoch_end and self.checkpoints.due_epoch(self.progress.last_epoch)
-        return is_ranked or by_epoch or self._timed_save_is_due or self.checkpoints.due_step(self.progress.step)
-
-    def _end_epoch(self, epoch: int) -> None:
-        """Call the hooks of an epoch's end, and log what the task reduces once per epoch."""
-        if self._hooks.epoch_end:
-            self._timer.leave_step(RankPhase.LOGGING)
-            self._call(self._hooks.epoch_end, epoch=epoch)
-            self.stop.agree()
-        self.logbook.log_values(self.logbook.task_values("epoch"))
-
-    def _handle_request(self) -> None:
-        """Stop on a signal if this is the step after which all ranks stop. Do nothing if training ends here anyway."""
-        self.context.wait_for_devices()
-        if not self._done():
-            steps_ahead = steps_to_meeting(self.state.strategy, self.settings, step=self.progress.step)
-            self.stop.handle_request(self.progress.step, steps_ahead=steps_ahead)
-
-    def _call(
-        self, epoch_hooks: Iterable[Callable[[EpochInfo], Stop | Log | None]], *, epoch: int, part: str = "train"
-    ) -> None:
-        for hook in epoch_hooks:
-            self._handle(hook(EpochInfo(epoch, self.progress.step)), part=part)
-
-    def _handle(self, answer: Stop | Log | None, *, part: str = "train") -> None:
-        """Log the values of a Log, note a Stop."""
-        if isinstance(answer, Log):
-            self.logbook.add(answer, part=part)
-            answer = answer.stop
-        self.stop.handle(answer)
-
-    # What only some runs need
-
-    def weight_alone(self) -> None:
+    def weight_own_samples(self) -> None:
         """Weight losses by this rank's samples only: for trials, in which ranks exchange no gradients."""
-        self._weights = OneRankWeights(self.context, task_name=type(self.state.task).__name__)
+        self._loss_weights = OneRankWeights(self.context, task_name=type(self.state.task).__name__)
 
     def read_means(self) -> dict[str, float]:
-        """Return the means over all ranks since the last call, for steps outside `fit`. Every rank must call it."""
+        """Return the means over all ranks since the last call. Every rank must call it."""
         means, _ = self.state.meter.reduce(self.context)
         self.state.meter.clear()
         return means
-
-    def _all_phases(self) -> tuple[Phase, ...]:
-        phases = self.state.phases
-        return self._only_phase if phases is None else phases.all
-
-    def _phases_due(self) -> tuple[Phase, ...]:
-        phases = self.state.phases
-        return self._only_phase if phases is None else phases.due(self.progress.step)
-
-    def _batch_info(self, window: Window, *, num_samples: int) -> BatchInfo:
-        progress = self.progress
-        return BatchInfo(progress.step, progress.epoch, window.global_count, is_stand_in=num_samples == 0)
-
-    def _run_window(self, window: Window) -> Tensor:
-        """Make the step of a strategy that runs forward and backward itself, as pipelines do."""
-        state = self.state
-        loss = state.strategy.run_window(
-            state.model,
-            window,
-            task=self._task_of(window),
-            precision=state.precision,
-            add=self._add_output,
-            mark=self._timer.set_phase,
-        )
-        self._weights.begin_sum()
-        self._update(self._only_phase[0], global_count=window.global_count)
-        state.strategy.after_update(state.model)
-        return loss
-
-    def _task_of(self, window: Window) -> Task:
-        """Return the task for a strategy that runs windows itself: a copy with the BatchInfo bound if it takes one.
-
-        Such a strategy runs the backward for samples only, never for a stand-in.
-        """
-        task: Any = self.state.task
-        if self._phases_with_info:
-            step = task.training_step
-            task = copy.copy(task)
-            task.training_step = partial(step, info=self._batch_info(window, num_samples=window.global_count))
-        return task  # type: ignore[no-any-return]
-
-    def _add_output(self, output: StepOutput, num_samples: int, scale: float) -> Tensor:
-        """Return the loss to go backward from, for a strategy that runs windows itself."""
-        if self._must_check(output):
-            check_output(output, self.state.task, "training_step")
-        if output.num_samples:
-            self.state.meter.add(output, step=self.progress.step + 1)
-        if output.media is not None and not self.logbook.has_media(phase=""):
-            self.logbook.keep_media(output.media, phase="")
-        return self._weights.weighted(output, num_samples=num_samples, scale=scale)
-
-    def _note_optimizer_step(self, *_: Any) -> None:
-        self._has_stepped = True
-
-    def _update_trainable(self) -> None:
-        """Rebuild what depends on the trained parameters: a model or callback has changed `requires_grad`."""
-        self._timer.leave_step(RankPhase.BUILDING)
-        self.state.update_trainable()
-
-    def _count_flops(self) -> None:
-        """Count the FLOPs of the step that was recorded, if there is one. Not counted as training time."""
-        if self._flops.has_calls:
-            began = time.perf_counter()
-            self._flops.count(self.state)
-            self.logbook.throughput.leave_out(since=began)
-
-    def _batchnorm_statistics(self) -> dict[str, Tensor]:
-        """Compute BatchNorm's statistics for the weights to evaluate; see `FitInfo`. Not counted as training time."""
-        self._timer.leave_step(RankPhase.EVALUATE)
-        began = time.perf_counter()
-        statistics = batchnorm_statistics(self.state)
-        # A callback has asked for them.
-        self._timer.leave_step(RankPhase.LOGGING)
-        self.logbook.throughput.leave_out(since=began)
-        return statistics

@@ -1,4 +1,4 @@
-"""A model with two heads over one body, and a task that trains them in phases."""
+"""A model with two heads over one body, and a task that trains each with an objective of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from framework import Batch, Datasets, Phase, StepOutput
+from framework import Batch, Datasets, Objective, StepOutput
 
 SIZE = 44
 BATCH = 12
@@ -64,9 +64,9 @@ class Alternating:
     """The body learns to copy in every step, and the guess is trained in every `every`-th one."""
 
     def __init__(self, every: int = 3, offset: int = 0, optimizer: str = "guess") -> None:
-        self.phases = [
-            Phase("copy", self.copy, "copy"),
-            Phase("guess", self.guess, optimizer, every=every, offset=offset),
+        self.objectives = [
+            Objective("copy", self.copy, "copy"),
+            Objective("guess", self.guess, optimizer, every=every, offset=offset),
         ]
 
     def copy(self, model: nn.Module, batch: Batch) -> StepOutput:
@@ -81,8 +81,17 @@ class Alternating:
 
 
 class Wrong(Alternating):
-    """Has no phase in most steps."""
+    """Has no objective in most steps."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
-        self.phases = [Phase("copy", self.copy, "copy", every=2)]
+        self.objectives = [Objective("copy", self.copy, "copy", every=2)]
+
+
+class Earlier(Alternating):
+    """Names its objectives as earlier versions did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = self.objectives
+        del self.objectives

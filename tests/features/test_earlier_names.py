@@ -38,7 +38,13 @@ def test_metrics_of_a_csv_run_go_on_as_jsonl() -> None:
 
 @pytest.mark.parametrize(
     ("earlier", "present"),
-    [("StepReport", "StepInfo"), ("EpochReport", "EpochInfo"), ("EvalReport", "EvalInfo"), ("Report", "Log")],
+    [
+        ("StepReport", "StepInfo"),
+        ("EpochReport", "EpochInfo"),
+        ("EvalReport", "EvalInfo"),
+        ("Phase", "Objective"),
+        ("Report", "Log"),
+    ],
 )
 def test_earlier_public_names_warn(earlier: str, present: str) -> None:
     with pytest.warns(FutureWarning, match=f"framework.{earlier} is now framework.{present}"):
@@ -49,6 +55,7 @@ def test_earlier_public_names_warn(earlier: str, present: str) -> None:
 def test_pickles_find_classes_under_earlier_names() -> None:
     assert objects_module.Given is objects_module.ObjectFactory
     assert framework.types.StepReport is framework.StepInfo
+    assert framework.types.Phase is framework.Objective
     assert framework.types.Image is framework.Image
 
 

@@ -359,8 +359,8 @@ def test_another_optimizer_and_schedule(run, capfd):
 
 
 REFUSED = {
-    "automatic_optimization": r"Changed: automatic_optimization=False.*framework\.Phase\(.*docs/optimizers.md",
-    "optimizers": r"configure_optimizers returned 2 optimizers.*framework\.Phase\(",
+    "automatic_optimization": r"Changed: automatic_optimization=False.*framework\.Objective\(.*docs/optimizers.md",
+    "optimizers": r"configure_optimizers returned 2 optimizers.*framework\.Objective\(",
     "none": r"returned None, so nothing would be trained.*optimizer=adam",
     "nonsense": r"Changed\.configure_optimizers: Unknown configuration for model optimizers",
     "no monitor": r"must include a monitor",

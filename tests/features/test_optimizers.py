@@ -1,4 +1,4 @@
-"""Parameter groups, several optimizers and phases: the weights of a plain loop, on any number of processes."""
+"""Parameter groups, several optimizers and objectives: the weights of a plain loop, on any number of processes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def groups_loop(steps: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def phases_loop(steps: int) -> dict[str, Tensor]:
+def objectives_loop(steps: int) -> dict[str, Tensor]:
     model = heads()
     copying = Adam([*model.body.parameters(), *model.copy.parameters()], lr=0.02)
     guessing = SGD(model.guess.parameters(), lr=0.1, momentum=0.9)
@@ -143,9 +143,9 @@ def test_groups_train_as_in_a_plain_loop(run, overrides):
 
 
 @pytest.mark.parametrize("overrides", PROCESSES)
-def test_phases_equal_a_plain_loop_and_resume_exactly(run, train, overrides):
+def test_objectives_equal_a_plain_loop_and_resume_exactly(run, train, overrides):
     whole = run(NAMED, "trainer.max_steps=14", *overrides, task="Alternating")
-    results.assert_same(results.weights(whole), phases_loop(14), tolerance=1e-12)
+    results.assert_same(results.weights(whole), objectives_loop(14), tolerance=1e-12)
     part = run(NAMED, "trainer.max_steps=7", *overrides, task="Alternating")
     train(f"resume={part}", "trainer.max_steps=14")
     results.assert_same(results.weights(part), results.weights(whole), tolerance=0)
@@ -212,6 +212,12 @@ def test_frozen_parameters_keep_their_values(run):
 
 
 UNFREEZE = {"_target_": "framework.callbacks.Unfreeze", "params": [r"^body\.0"]}
+
+
+def test_phases_of_earlier_versions_are_objectives(run):
+    run_dir = run(NAMED, "trainer.max_steps=3", task="Earlier")
+    results.assert_same(results.weights(run_dir), objectives_loop(3), tolerance=1e-12)
+    assert "Earlier.phases is now Earlier.objectives" in (run_dir / "logs" / "rank_0.log").read_text()
 
 
 @pytest.mark.parametrize("overrides", PROCESSES[:4])
@@ -282,7 +288,7 @@ def test_freezing_nothing_or_everything_is_refused(run, capfd, freeze, said):
         ((f"task._target_={CASES}.Wrong",), "none that is due in step 1"),
         pytest.param(
             ("strategy=pipeline", "topology.procs_per_node=2"),
-            "strategy=pipeline can't go with a task that has phases",
+            "strategy=pipeline can't go with a task that has objectives",
             marks=pytest.mark.multiproc,
         ),
         (("job=tune",), "there are several optimizers: copy, guess"),
@@ -293,7 +299,7 @@ def test_freezing_nothing_or_everything_is_refused(run, capfd, freeze, said):
         (("+optimizer.lr=0.1",), r"optimizer\.lr=0\.1: must be a mapping"),
     ],
 )
-def test_wrong_optimizers_and_phases_are_refused(run, capfd, overrides, said):
+def test_wrong_optimizers_and_objectives_are_refused(run, capfd, overrides, said):
     named = {**NAMED, "guess": {**NAMED["guess"], "params": "guess"}} if "guess.params" in overrides[0] else NAMED
     run(named, "trainer.max_steps=1", *overrides, task="Alternating", status=2)
     assert re.search(said, capfd.readouterr().err)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework import BatchInfo, Phase, StepOutput
+from framework import BatchInfo, Objective, StepOutput
 from tests.helpers import results
 from tests.helpers.recipes import write_recipe
 from tests.unit.small_trainer import make_trainer, settings
@@ -51,4 +51,4 @@ def test_batch_info_has_step_epoch_and_samples():
     make_trainer(settings(accumulate_grad_batches=2), task=task).fit()
     assert task.seen[0] == BatchInfo(step=0, epoch=0, global_count=8, is_stand_in=False)
     assert task.seen[-1] == BatchInfo(step=5, epoch=1, global_count=6, is_stand_in=False)
-    assert Phase("one", task.training_step, "first").name == "one"
+    assert Objective("one", task.training_step, "first").name == "one"

@@ -12,6 +12,7 @@ from framework.config.targets import check_devices, takes, without_freeze
 from framework.distributed.context import Context
 from framework.engine.builders.objects import build_object, wrong_result
 from framework.errors import ConfigError, TargetError
+from framework.optim.objectives import has_objectives
 from framework.optim.precision import task_modules
 from framework.strategies.parameters import chosen
 from framework.types import Task
@@ -84,8 +85,8 @@ def build_task(node: Node, **offered: Any) -> Task:
     """
     task = build_object("task", node, **offered)
     names = ["training_step", "validation_step"]
-    if hasattr(task, "phases"):
-        # Each phase has a step of its own.
+    if has_objectives(task):
+        # Each of them has a step of its own.
         names = ["validation_step"]
     missing = [name for name in names if not callable(getattr(task, name, None))]
     if missing:

@@ -34,8 +34,8 @@ from framework.engine.loaders import with_batch_sizes
 from framework.engine.setup import plan_steps, plan_training
 from framework.engine.state_bytes import average_bytes, checkpoint_bytes, optimizer_bytes, tensor_bytes
 from framework.errors import DataError, describe_error
+from framework.optim.objectives import objectives_of
 from framework.optim.param_groups import ParamGroups
-from framework.optim.phases import phases_of
 from framework.strategies.activation_checkpointing import apply_activation_checkpointing
 from framework.strategies.base import Strategy, StrategyCosts
 from framework.strategies.pipeline_stages import split_into_stages
@@ -83,8 +83,8 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
 
     assembled = assemble(requested, context, num_stages=strategy.num_stages)
     optimizer_names = [optimizer.name for optimizer in optimizer_configs(config.optimizer)]
-    phases = phases_of(assembled.task, optimizers=optimizer_names)
-    if phases is not None:
+    objectives = objectives_of(assembled.task, optimizers=optimizer_names)
+    if objectives is not None:
         strategy.allow_unused_parameters()
     # Nothing is written to this directory.
     run_dir = RunDir(Path(config.path.outputs))
@@ -99,7 +99,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
         assembled.model,
         # A callback that evaluates averaged weights keeps a second copy of the model, also in a checkpoint.
         averages=len(hooks(callbacks.values(), "evaluation_weights")),
-        schedule_length=partial(schedule_length, requested, requested_steps, phases=phases),
+        schedule_length=partial(schedule_length, requested, requested_steps, objectives=objectives),
         total=steps["total"],
         notes=notes,
     )

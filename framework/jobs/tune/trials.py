@@ -54,7 +54,7 @@ class Trials:
         # The trials as tune.json has them, by samples.
         self.tried: dict[int, dict[str, Any]] = {}
         self._trainer = build_trainer(replace(setup, strategy=Strategy()), loader, {})
-        self._trainer.weight_alone()
+        self._trainer.weight_own_samples()
         for param_group in self._trainer.state.optimizer.param_groups:
             param_group["lr"] = 0.0
         # Outcomes are exchanged over the CPU.

@@ -546,7 +546,7 @@ def _refuse_several(name: str, what: str) -> NoReturn:
         f"{name}: {what}. A task with several optimizers names its losses, each with an optimizer:\n\n"
         "  class MyTask:\n"
         "      def __init__(self):\n"
-        '          self.phases = [framework.Phase("critic", self.critic, optimizer="critic"), ...]\n\n'
+        '          self.objectives = [framework.Objective("critic", self.critic, optimizer="critic"), ...]\n\n'
         "      def critic(self, model, batch):\n"
         '          return framework.StepOutput(model("critic", batch), len(batch))\n\n'
         "  optimizer: {critic: {_target_: torch.optim.Adam, params: '^critic', lr: 0.001}, ...}\n\n"
