@@ -279,7 +279,7 @@ def _no_such_name(missing: source.Missing) -> str:
     """Return the same message for a name that no source file has."""
     if missing.parent is None:
         return _no_such_in(missing.path, _names_in(None), file=None)
-    return _no_such_in(missing.path, missing.parent.names(), file=missing.parent.file)
+    return _no_such_in(missing.path, source.names_in(missing.parent), file=missing.parent.file)
 
 
 def _no_such_in(path: str, names: Collection[str], *, file: str | None) -> str:
