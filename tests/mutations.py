@@ -725,7 +725,49 @@ JOBS = [
         what="resume=auto resumes the oldest unfinished run instead of the newest.",
     ),
 ]
-MUTATIONS = [*LAUNCH, *TRAINER, *DATA, *STRATEGIES, *CHECKPOINT, *CONFIG, *JOBS]
+SWEEPS = [
+    Mutation(
+        "two-take-over-a-claim",
+        caught_by="tests/unit/sweeps/test_claims.py::test_two_workers_never_both_take_over_a_claim",
+        within="Claims._create",
+        old="path.open('xb')",
+        new="path.open('wb')",
+        what="Two workers run one trial if both see that a third one was killed.",
+    ),
+    Mutation(
+        "slow-worker-takes-an-old-claim",
+        caught_by="tests/unit/sweeps/test_claims.py::test_a_worker_that_was_suspended_before_taking_takes_nothing",
+        within="Claims._take",
+        old="self._newest_generation(key) > claim.generation",
+        new="False",
+        what="A worker that was suspended at a bad moment runs a trial that another one runs.",
+    ),
+    Mutation(
+        "pause-costs-claims",
+        caught_by="tests/unit/sweeps/test_claims.py::test_a_pause_of_all_workers_costs_no_claim",
+        within="_SEEN_AGAIN",
+        old="1 / 6",
+        new="0",
+        what="After a laptop slept, one of two workers takes over the running trials of the other.",
+    ),
+    Mutation(
+        "trials-are-repeated",
+        caught_by="tests/unit/sweeps/test_folder.py::test_numbers_continue_and_nothing_is_repeated",
+        within="SweepFolder._new_trials",
+        old="key not in known",
+        new="True",
+        what="Values that are typed again when a sweep is continued are trained again.",
+    ),
+    Mutation(
+        "sweep-secrets-for-all",
+        caught_by="tests/unit/sweeps/test_folder.py::test_passwords_are_in_a_file_of_the_owner_only",
+        within="SweepPlan.write",
+        old="write_object(folder.sweep_file, {'version': _VERSION, **asdict(masked)})",
+        new="write_object(folder.sweep_file, {'version': _VERSION, **asdict(self)})",
+        what="The API keys of a sweep are in sweep.json, which everybody can read.",
+    ),
+]
+MUTATIONS = [*LAUNCH, *TRAINER, *DATA, *STRATEGIES, *CHECKPOINT, *CONFIG, *JOBS, *SWEEPS]
 
 
 def outcome(mutation: Mutation, sources: dict[Path, str]) -> str:

@@ -12,6 +12,7 @@ machine, or if nobody has touched it for a minute by the clock of the file syste
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, final
 
@@ -28,9 +30,14 @@ from framework.system.files import open_regular, parse_json
 HEARTBEAT_LOST_S = 60.0
 """A claim that its worker hasn't touched for this long can be taken over."""
 
-# A claim must be seen untouched again after this share of HEARTBEAT_LOST_S. After a pause that stopped all workers, of
-# the disk's server or of this machine, each of them touches its claims in this time.
+# A claim must be seen untouched again after this share of that time. After a pause that stopped all workers, of the
+# disk's server or of this machine, each of them touches its claims in it.
 _SEEN_AGAIN = 1 / 6
+# The share of that time for a claim that is still empty. A claim is created, then written, so its worker was killed in
+# between, or is suspended: it sees that it was too slow when it goes on.
+_EMPTY = 1 / 30
+# The share of that time after which the clock of the file system is read again, which creates a file.
+_CLOCK_READ = 1 / 12
 # The time of the last change of a claim that was released.
 _RELEASED_NS = 0
 # Generations that stay, older ones are removed. While one is being created or looked up, no more than a few can follow.
@@ -82,6 +89,9 @@ class Claims:
         # When a claim was first seen untouched for too long, by its file and the time of its last heartbeat.
         self._silent_since_s: dict[tuple[Path, int], float] = {}
         self._is_beating = True
+        # The clock of the file system minus the clock of this process, and when they were compared.
+        self._disk_offset_s = 0.0
+        self._compared_s = -math.inf
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -95,7 +105,7 @@ class Claims:
         try:
             return self._take(key)
         except OSError as error:
-            raise DiskError(f"{self._folder} can't be written: {error.strerror or error}.") from error
+            raise DiskError(f"{self._folder} can't be used: {error.strerror or error}.") from error
 
     def release(self, key: Key) -> None:
         """Let others take the claim, at once. It may be lost already."""
@@ -148,8 +158,8 @@ class Claims:
         path = self._path(claim)
         if not self._create(path):
             return None
-        # The look and the creation are two steps: if this process was suspended in between, old generations may have
-        # been removed, and this one isn't the newest.
+        # If this process was suspended after its look, old generations may have been removed, and this one isn't the
+        # newest. If it was suspended before it had written the claim, another worker may have taken that over.
         if self._newest_generation(key) > claim.generation:
             path.unlink(missing_ok=True)
             return None
@@ -189,22 +199,29 @@ class Claims:
         if holder.touched_ns == _RELEASED_NS or holder.has_ended():
             return True
         # Also if it is in the future: a clock was set back.
-        silence_ns = abs(self._disk_time_ns() - holder.touched_ns)
-        if silence_ns < self._lost_s * 1e9:
+        silence_s = abs(self._disk_time_s() - holder.touched_ns / 1e9)
+        limit_s = self._lost_s
+        if holder.is_empty:
+            limit_s *= _EMPTY
+        if silence_s < limit_s:
             return False
         now_s = time.monotonic()
         since_s = self._silent_since_s.setdefault((path, holder.touched_ns), now_s)
-        return now_s - since_s >= self._lost_s * _SEEN_AGAIN
+        return now_s - since_s >= limit_s * _SEEN_AGAIN
 
-    def _disk_time_ns(self) -> int:
+    def _disk_time_s(self) -> float:
         """Return the present time by the clock that the file system sets times of change by."""
-        probe = self._folder / f".{secrets.token_hex(8)}"
-        with probe.open("xb"):
-            pass
-        try:
-            return probe.stat().st_mtime_ns
-        finally:
-            probe.unlink(missing_ok=True)
+        now_s = time.monotonic()
+        if now_s - self._compared_s >= self._lost_s * _CLOCK_READ:
+            probe = self._folder / f".{secrets.token_hex(8)}"
+            with probe.open("xb"):
+                pass
+            try:
+                self._disk_offset_s = probe.stat().st_mtime - now_s
+            finally:
+                probe.unlink(missing_ok=True)
+            self._compared_s = now_s
+        return now_s + self._disk_offset_s
 
 
 @contextmanager
@@ -233,10 +250,12 @@ def exclusive(folder: Path, *, lost_s: float = HEARTBEAT_LOST_S) -> Iterator[Non
 @final
 @dataclass(frozen=True)
 class _Holder:
-    """What a claim says of the worker that has it. Any of it may be missing: a claim is created, then written."""
+    """What a claim says of the worker that has it."""
 
     # The time of the last heartbeat.
     touched_ns: int
+    is_empty: bool
+    # Empty if the claim is, or is damaged.
     facts: dict[str, Any]
 
     @property
@@ -275,9 +294,10 @@ def _read_holder(path: Path) -> _Holder | None:
         facts = None
     if not isinstance(facts, dict):
         facts = {}
-    return _Holder(touched_ns, facts)
+    return _Holder(touched_ns, is_empty=not content, facts=facts)
 
 
+@cache
 def _process_space() -> str:
     """Return what process ids refer to: this machine since it was started, and a container's own processes.
 

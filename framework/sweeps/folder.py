@@ -367,7 +367,8 @@ def _content(folder: SweepFolder) -> dict[str, Any]:
         raise ConfigError(f"{file} can't be read: {_reason(error)}. Restore it from a copy.") from error
 
     version = content.get("version") if isinstance(content, dict) else None
-    if type(version) is not int:
+    # By exact type: to Python, True is an int.
+    if type(version) is not int or version < 1:
         raise ConfigError(f"{file} isn't the plan of a sweep: it has no version. Restore it from a copy.")
     if version > _VERSION:
         raise ConfigError(f"{file} was written by a later version of the framework. Update the framework.")

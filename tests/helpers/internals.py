@@ -252,6 +252,17 @@ if TYPE_CHECKING:
     from framework.strategies import ddp as ddp_module
     from framework.strategies.activation_checkpointing import apply_activation_checkpointing
     from framework.strategies.rules import StrategyRequest
+    from framework.sweeps import claims as claims_module
+    from framework.sweeps.claims import Claim, Claims, exclusive
+    from framework.sweeps.folder import (
+        SearchPlan,
+        SweepFolder,
+        SweepPlan,
+        TrialPlan,
+        config_hash,
+        find_sweep,
+        newest_unfinished_sweep,
+    )
     from framework.system import hardware as hardware_module
     from framework.system import run_dir as run_dir_module
     from framework.system.allocator import tune_malloc
