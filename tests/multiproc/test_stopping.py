@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -68,18 +69,28 @@ def send(number: signal.Signals, *, everyone: bool, rank_pid: int) -> None:
     os.kill(os.getpid(), number)
 
 
+class Stop(NamedTuple):
+    """A signal that is sent to the command, or to everyone of its processes."""
+
+    number: signal.Signals
+    to_everyone: bool
+    procs: int
+    override: str = "data.num_workers=0"
+
+
 @pytest.mark.parametrize(
-    ("number", "procs", "everyone", "override"),
+    "stop",
     [
-        (signal.SIGTERM, 2, True, "data.num_workers=0"),
-        *(
-            pytest.param(*values, marks=exhaustive)
-            for values in [
-                (signal.SIGTERM, 1, False, "data.num_workers=0"),
-                (signal.SIGINT, 4, True, "data.num_workers=1"),
-                (signal.SIGINT, 2, False, "launcher=elastic"),
-                (signal.SIGUSR2, 2, True, "data.num_workers=2"),
-            ]
+        Stop(number=signal.SIGTERM, to_everyone=True, procs=2),
+        pytest.param(Stop(number=signal.SIGTERM, to_everyone=False, procs=1), marks=exhaustive),
+        pytest.param(
+            Stop(number=signal.SIGINT, to_everyone=True, procs=4, override="data.num_workers=1"), marks=exhaustive
+        ),
+        pytest.param(
+            Stop(number=signal.SIGINT, to_everyone=False, procs=2, override="launcher=elastic"), marks=exhaustive
+        ),
+        pytest.param(
+            Stop(number=signal.SIGUSR2, to_everyone=True, procs=2, override="data.num_workers=2"), marks=exhaustive
         ),
     ],
 )
@@ -89,29 +100,28 @@ def test_all_ranks_stop_together_and_resume_exactly(
     terminal: io.StringIO,
     capfd: pytest.CaptureFixture[str],
     whole_run: Path,
-    number: signal.Signals,
-    procs: int,
-    everyone: bool,
-    override: str,
+    stop: Stop,
 ) -> None:
     write_pause(tmp_path)
-    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    name = "Ctrl-C" if stop.number == signal.SIGINT else stop.number.name
 
-    def stop() -> None:
+    def send_signal() -> None:
         try:
-            send(number, everyone=everyone, rank_pid=paused_pids(tmp_path, procs)[0])
+            send(stop.number, everyone=stop.to_everyone, rank_pid=paused_pids(tmp_path, stop.procs)[0])
             wait_until(lambda: f"{name}: stopping as soon as all is saved" in terminal.getvalue())
         finally:
             continue_training(tmp_path)
 
-    with while_paused(stop), redirect_stderr(terminal):
-        run_dir = train(*training(procs, override), status=EXIT_STOPPED)
+    with while_paused(send_signal), redirect_stderr(terminal):
+        run_dir = train(*training(stop.procs, stop.override), status=EXIT_STOPPED)
     assert "Restart" not in terminal.getvalue()
     assert "python -m framework resume=outputs/toy/" in capfd.readouterr().out
-    assert_stopped(run_dir, name, step=PAUSED_AT + (0 if procs == 1 else 2))
+    assert_stopped(run_dir, name, step=PAUSED_AT + (0 if stop.procs == 1 else 2))
     train(f"resume={run_dir}")
     # The order of sums differs between numbers of processes.
-    results.assert_same(results.weights(run_dir), results.weights(whole_run), tolerance=0.0 if procs == 1 else 1e-6)
+    results.assert_same(
+        results.weights(run_dir), results.weights(whole_run), tolerance=0.0 if stop.procs == 1 else 1e-6
+    )
 
 
 def assert_stopped(run_dir: Path, name: str, *, step: int) -> None:
@@ -208,6 +218,7 @@ def test_a_second_ctrl_c_ends_the_run(train: Callable[..., Path], tmp_path: Path
 SLOW = """
 import os, time
 from pathlib import Path
+from typing import NamedTuple
 import recipes.toy
 
 def slow(**keywords):
@@ -258,6 +269,7 @@ def test_without_saving_the_first_signal_ends_the_run(
 TESTED = """
 import os, time
 from pathlib import Path
+from typing import NamedTuple
 from framework.tasks import Supervised
 
 class Paused(Supervised):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -39,7 +39,7 @@ WRONG: dict[str, list[str]] = {
         "Did you mean optimizer.lr=1?",
         "Did you mean optimizer.nesterov=true? To pass optimizer another keyword, write +",
         "~trainer.nope: there is no",
-        *("Choose it with callbacks=ema"),
+        "Choose it with callbacks=ema",
     ],
     "seed=abc data.batch_size=-3 optimizer=adma trainer.gpsu=1": [
         "The configuration has 4 mistakes",
@@ -267,34 +267,43 @@ PACKAGE = "The first line of a recipe's file must be `# @package _global_`"
 EX = pytest.mark.exhaustive
 
 
+class OwnFile(NamedTuple):
+    """A mistake in a file of the user's own, in `conf/`."""
+
+    file: str
+    content: str
+    says: str
+    typed: str = "recipe=mine"
+
+
 @pytest.mark.parametrize(
-    ("file", "content", "typed", "said"),
+    "case",
     [
-        ("recipe/mine.yaml", f"{TOY}trainer:\n  gpus: [1\n", "recipe=mine", "mine.yaml, line 8, column 1 is not valid"),
-        ("recipe/mine.yaml", "# Mine.\ntrainer:\n  max_epochs: 3\n", "recipe=mine", PACKAGE),
-        ("config.yaml", "recipe: some\n", "", "config.yaml was used instead"),
+        OwnFile(
+            file="recipe/mine.yaml",
+            content=f"{TOY}trainer:\n  gpus: [1\n",
+            says="mine.yaml, line 8, column 1 is not valid",
+        ),
+        OwnFile(file="recipe/mine.yaml", content="# Mine.\ntrainer:\n  max_epochs: 3\n", says=PACKAGE),
+        OwnFile(file="config.yaml", content="recipe: some\n", typed="", says="config.yaml was used instead"),
         pytest.param(
-            "recipe/mine.yaml",
-            f"{TOY}  - override /optimizer: addam\n",
-            "recipe=mine",
-            "There is no optimizer/addam.yaml, which a file refers to. Did you mean adam?",
+            OwnFile(
+                file="recipe/mine.yaml",
+                content=f"{TOY}  - override /optimizer: addam\n",
+                says="There is no optimizer/addam.yaml, which a file refers to. Did you mean adam?",
+            ),
             marks=EX,
         ),
         pytest.param(
-            "recipe/mine.yaml",
-            f"{TOY}resume: somewhere\n",
-            "recipe=mine",
-            "Type it on the command line",
+            OwnFile(file="recipe/mine.yaml", content=f"{TOY}resume: somewhere\n", says="Type it on the command line"),
             marks=EX,
         ),
-        pytest.param("recipe/mine.yaml", TOY.partition("\n")[2], "recipe=mine", PACKAGE, marks=EX),
+        pytest.param(OwnFile(file="recipe/mine.yaml", content=TOY.partition("\n")[2], says=PACKAGE), marks=EX),
     ],
 )
-def test_mistakes_in_own_files(
-    own: Own, capsys: pytest.CaptureFixture[str], file: str, content: str, typed: str, said: str
-) -> None:
-    own(file, content)
-    assert said in refused(capsys, *typed.split())
+def test_mistakes_in_own_files(own: Own, capsys: pytest.CaptureFixture[str], case: OwnFile) -> None:
+    own(case.file, case.content)
+    assert case.says in refused(capsys, *case.typed.split())
 
 
 # Resuming: the configuration differs in ways that today's `conf/` and what is typed don't say

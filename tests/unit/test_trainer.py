@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -126,39 +126,56 @@ def by_value(parameters: Any) -> None:
 
 STEP = {"interval": "step"}
 EPOCH = {"interval": "epoch"}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}, {}),
-    "3 batches": ({"accumulate_grad_batches": 3}, {}, {"accumulate": 3}),
-    "norm": ({"gradient_clip_val": 0.5}, {}, {"clip": by_norm}),
-    "value": (VALUE, {}, {"clip": by_value}),
-    "by step": ({}, {"scheduler": halved, **STEP}, {"schedule": halved, **STEP}),
-    "by epoch": ({}, {"scheduler": halved, **EPOCH}, {"schedule": halved, **EPOCH}),
-    "plateau": ({}, {"scheduler": impatient, "monitor": "val/loss", "val": samples(7)}, {"schedule": impatient}),
-    "bf16-mixed": ({}, {"precision": "bf16-mixed"}, {"autocast": torch.bfloat16}),
-    "64-true": ({}, {"precision": "64-true"}, {"dtype": torch.float64}),
-    "16-mixed": (
-        {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
-        {"precision": "16-mixed"},
-        {"autocast": torch.float16, "accumulate": 2, "clip": by_norm},
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How the trainer is asked for something, and the plain loop."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    # Arguments of `make_trainer`.
+    parts: dict[str, Any] = field(default_factory=dict)
+    # Arguments of `PlainLoop`.
+    plain: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "plain": Training(),
+    "3 batches": Training(settings={"accumulate_grad_batches": 3}, plain={"accumulate": 3}),
+    "norm": Training(settings={"gradient_clip_val": 0.5}, plain={"clip": by_norm}),
+    "value": Training(settings=VALUE, plain={"clip": by_value}),
+    "by step": Training(parts={"scheduler": halved, **STEP}, plain={"schedule": halved, **STEP}),
+    "by epoch": Training(parts={"scheduler": halved, **EPOCH}, plain={"schedule": halved, **EPOCH}),
+    "plateau": Training(
+        parts={"scheduler": impatient, "monitor": "val/loss", "val": samples(7)}, plain={"schedule": impatient}
+    ),
+    "bf16-mixed": Training(parts={"precision": "bf16-mixed"}, plain={"autocast": torch.bfloat16}),
+    "64-true": Training(parts={"precision": "64-true"}, plain={"dtype": torch.float64}),
+    "16-mixed": Training(
+        settings={"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+        parts={"precision": "16-mixed"},
+        plain={"autocast": torch.float16, "accumulate": 2, "clip": by_norm},
     ),
 }
-"""How the trainer is asked for it (settings, parts), and the plain loop."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_a_plain_loop_bit_for_bit(case: str) -> None:
     """The weights, and what is logged of each step: the norm of the gradients before clipping, and the rate used."""
-    changes, parts, options = CASES[case]
-    plain = PlainLoop(**options)
+    training = CASES[case]
+    plain = PlainLoop(**training.plain)
     numbers = Numbers()
     trainer = make_trainer(
-        settings(**changes), optimizer=lambda p: SGD(p, lr=0.05, momentum=0.9), loggers={"numbers": numbers}, **parts
+        settings(**training.settings),
+        optimizer=lambda p: SGD(p, lr=0.05, momentum=0.9),
+        loggers={"numbers": numbers},
+        **training.parts,
     )
     trainer.fit()
     assert_equal(weights(trainer), plain.weights())
     logged = [values for _, _, values in numbers.logged if "train/loss" in values]
     assert [values["train/lr"] for values in logged] == plain.rates
-    if changes is not VALUE:
+    if training.settings is not VALUE:
         assert [str(values["train/grad_norm"]) for values in logged] == plain.norms
     assert (trainer.progress.step, trainer.progress.epoch, trainer.progress.samples) == (len(plain.rates), 2, 0)
 

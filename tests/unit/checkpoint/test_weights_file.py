@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -164,48 +164,69 @@ def without(state: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
 
 
 STATE = values(Body())
-WRONG: list[tuple[Any, InitConfig, type[Exception], str]] = [
-    (
-        without(STATE, "3.bias"),
-        init(),
-        CheckpointError,
-        r"(?s)don't fit Body.*not in the file: 3\.bias\nUse init\.rename",
+
+
+class Unfitting(NamedTuple):
+    state: Any
+    error: type[Exception]
+    says: str
+    settings: InitConfig = init()
+
+
+WRONG = [
+    Unfitting(
+        state=without(STATE, "3.bias"),
+        error=CheckpointError,
+        says=r"(?s)don't fit Body.*not in the file: 3\.bias\nUse init\.rename",
     ),
-    (STATE | {"4.bias": torch.ones(3)}, init(), CheckpointError, r"not in the model: 4\.bias\n.*init\.strict=false"),
-    (
-        STATE | {"3.weight": torch.ones(5, 4)},
-        init(strict=False),
-        CheckpointError,
-        r"(?s)3\.weight: \(5, 4\) float32 in the file, \(3, 4\) float32 in the model\n.*init\.skip=\[3\.weight\]",
+    Unfitting(
+        state=STATE | {"4.bias": torch.ones(3)},
+        error=CheckpointError,
+        says=r"not in the model: 4\.bias\n.*init\.strict=false",
     ),
-    (STATE | {"3.bias": torch.ones(3).to(torch.int8)}, init(), CheckpointError, r"\(3,\) int8 in the file"),
-    ({"a": torch.ones(1)}, init(strict=False), CheckpointError, "no name is in both"),
-    (
-        STATE,
-        init("runing_mean"),
-        ConfigError,
-        r"a file or the model matches 'runing_mean'\. Did you mean 1\.running_mean\?\nThe names are 0",
+    Unfitting(
+        state=STATE | {"3.weight": torch.ones(5, 4)},
+        settings=init(strict=False),
+        error=CheckpointError,
+        says=r"(?s)3\.weight: \(5, 4\) float32 in the file, \(3, 4\) float32 in the model\n.*init\.skip=\[3\.weight\]",
     ),
-    (
-        {"encoder.a": torch.ones(1)},
-        init(encodr="b"),
-        ConfigError,
-        r"in a file matches 'encodr'\. Did you mean encoder\?",
+    Unfitting(
+        state=STATE | {"3.bias": torch.ones(3).to(torch.int8)}, error=CheckpointError, says=r"\(3,\) int8 in the file"
     ),
-    (STATE, InitConfig(rename={r"^(\d)": r"\2"}), ConfigError, r"can't replace '\^\(\\\\d\)': invalid group reference"),
-    (
-        STATE,
-        InitConfig(rename={r"^\d": "0"}),
-        ConfigError,
-        "gives 0.weight and 1.weight of a file the same name, 0.weight",
+    Unfitting(
+        state={"a": torch.ones(1)}, settings=init(strict=False), error=CheckpointError, says="no name is in both"
+    ),
+    Unfitting(
+        state=STATE,
+        settings=init("runing_mean"),
+        error=ConfigError,
+        says=r"a file or the model matches 'runing_mean'\. Did you mean 1\.running_mean\?\nThe names are 0",
+    ),
+    Unfitting(
+        state={"encoder.a": torch.ones(1)},
+        settings=init(encodr="b"),
+        error=ConfigError,
+        says=r"in a file matches 'encodr'\. Did you mean encoder\?",
+    ),
+    Unfitting(
+        state=STATE,
+        settings=InitConfig(rename={r"^(\d)": r"\2"}),
+        error=ConfigError,
+        says=r"can't replace '\^\(\\\\d\)': invalid group reference",
+    ),
+    Unfitting(
+        state=STATE,
+        settings=InitConfig(rename={r"^\d": "0"}),
+        error=ConfigError,
+        says="gives 0.weight and 1.weight of a file the same name, 0.weight",
     ),
 ]
 
 
-@pytest.mark.parametrize(("state", "settings", "kind", "said"), WRONG, ids=[each[3][:30] for each in WRONG])
-def test_what_does_not_fit_is_named(state: Any, settings: InitConfig, kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
-        load(Body(), state, settings)
+@pytest.mark.parametrize("case", WRONG, ids=[case.says[:30] for case in WRONG])
+def test_what_does_not_fit_is_named(case: Unfitting) -> None:
+    with pytest.raises(case.error, match=case.says):
+        load(Body(), case.state, case.settings)
 
 
 def test_without_strict_the_rest_is_listed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -208,34 +209,50 @@ def renamed(index: int) -> Any:
     return {**plain(index), "name": f"file {index + 1}"}
 
 
-OTHERS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
-    "grown": (Made(plain, SIZE), Made(plain, 13), {}, "13 samples, and was 12 samples"),
-    "shrunk": (Made(plain, SIZE), Made(plain, 8), {}, "8 samples, and was 12 samples"),
-    "seed": (Made(plain, SIZE), Made(plain, SIZE), {"seed": 6}, "another order"),
-    "not shuffled": (Made(plain, SIZE), Made(plain, SIZE), {"shuffle": False}, "another order"),
-    "rows": (TensorDataset(ROWS), TensorDataset(ROWS.flip(0)), {}, "Rows of the train dataset are others"),
-    "labels": (TensorDataset(ROWS.long()), TensorDataset(ROWS.long() + 1), {}, "Rows of the train dataset"),
-    "renamed": (
-        Made(plain, SIZE),
-        Made(renamed, SIZE),
-        {},
-        r"Samples \d+, \d+, \d+, \d+ of the train dataset are others",
+@dataclass(frozen=True, kw_only=True)
+class OtherData:
+    """The data of a checkpoint, the data that a run resumes with, and why that is refused."""
+
+    first: Any
+    second: Any
+    # Of the second loader.
+    changes: dict[str, Any] = field(default_factory=dict)
+    says: str
+
+
+OTHERS = {
+    "grown": OtherData(first=Made(plain, SIZE), second=Made(plain, 13), says="13 samples, and was 12 samples"),
+    "shrunk": OtherData(first=Made(plain, SIZE), second=Made(plain, 8), says="8 samples, and was 12 samples"),
+    "seed": OtherData(first=Made(plain, SIZE), second=Made(plain, SIZE), changes={"seed": 6}, says="another order"),
+    "not shuffled": OtherData(
+        first=Made(plain, SIZE), second=Made(plain, SIZE), changes={"shuffle": False}, says="another order"
     ),
-    "floats": (Made(float, SIZE), Made(lambda index: index + 1.0, SIZE), {}, "Samples"),
-    "another kind": (Made(plain, SIZE), Made(lambda index: (index,), SIZE), {}, "are others"),
+    "rows": OtherData(
+        first=TensorDataset(ROWS), second=TensorDataset(ROWS.flip(0)), says="Rows of the train dataset are others"
+    ),
+    "labels": OtherData(
+        first=TensorDataset(ROWS.long()), second=TensorDataset(ROWS.long() + 1), says="Rows of the train dataset"
+    ),
+    "renamed": OtherData(
+        first=Made(plain, SIZE),
+        second=Made(renamed, SIZE),
+        says=r"Samples \d+, \d+, \d+, \d+ of the train dataset are others",
+    ),
+    "floats": OtherData(first=Made(float, SIZE), second=Made(lambda index: index + 1.0, SIZE), says="Samples"),
+    "another kind": OtherData(first=Made(plain, SIZE), second=Made(lambda index: (index,), SIZE), says="are others"),
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_data_within_an_epoch_is_refused(kind):
-    first, second, how, said = OTHERS[kind]
-    identity = saved(loader(first, shuffle=True))
+    case = OTHERS[kind]
+    identity = saved(loader(case.first, shuffle=True))
 
     def resume(samples: int) -> None:
-        resumed = loader(second, **{"shuffle": True, **how})
+        resumed = loader(case.second, **{"shuffle": True, **case.changes})
         resumed.load_identity(identity, samples=samples)
         next(iter(resumed.epoch(0 if samples else 1, start=samples)))
 
-    with pytest.raises(CheckpointError, match=f"(?s){said}.*init_from=CHECKPOINT"):
+    with pytest.raises(CheckpointError, match=f"(?s){case.says}.*init_from=CHECKPOINT"):
         resume(4)
     resume(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -481,30 +481,44 @@ def config(*, job: str = "train", **changes: Any) -> Config:
     return replace(whole, job=JobName(job), data=of_data, trainer=replace(whole.trainer, **trainer))
 
 
+@dataclass(frozen=True, kw_only=True)
+class WithStream:
+    """Settings beside a stream, and why they are refused; None if they aren't."""
+
+    changes: dict[str, Any]
+    datasets: Datasets = STREAM
+    strategy: Strategy = field(default_factory=Strategy)
+    says: str | None = None
+
+
 @pytest.mark.parametrize(
-    ("changes", "datasets", "strategy", "said"),
+    "case",
     [
-        ({"shuffle": True}, STREAM, Strategy(), "data.shuffle=true can't go with a stream to train on"),
-        ({"loader": "resident"}, STREAM, Strategy(), "data.loader=resident can't go with a stream"),
-        ({"num_workers": 2}, STREAM, Strategy(), "data.num_workers=2 can't go with a stream"),
-        ({"limit_train_batches": 0.5}, STREAM, Strategy(), "trainer.limit_train_batches=0.5 is a share of a stream"),
-        ({"limit_val_batches": 0.5}, BESIDE, Strategy(), "trainer.limit_val_batches=0.5 is a share of a stream"),
-        ({"overfit_batches": 2}, STREAM, Strategy(), "trainer.overfit_batches can't go with a stream (train)"),
-        ({"job": "parity", **JOIN}, STREAM, Strategy(), "data.stream=join can't go with job=parity"),
-        (JOIN, STREAM, Mixing(), "data.stream=join can't go with strategy.sync_batchnorm=true"),
-        (JOIN, STREAM, Staged(), "data.stream=join can't go with strategy=pipeline"),
-        ({"limit_train_batches": 3, "limit_val_batches": 0.5, "num_workers": 1}, STREAM, Mixing(), None),
-        ({"shuffle": True, "num_workers": 8, "loader": "resident"}, BESIDE, Strategy(), None),
+        WithStream(changes={"shuffle": True}, says="data.shuffle=true can't go with a stream to train on"),
+        WithStream(changes={"loader": "resident"}, says="data.loader=resident can't go with a stream"),
+        WithStream(changes={"num_workers": 2}, says="data.num_workers=2 can't go with a stream"),
+        WithStream(changes={"limit_train_batches": 0.5}, says="trainer.limit_train_batches=0.5 is a share of a stream"),
+        WithStream(
+            changes={"limit_val_batches": 0.5},
+            datasets=BESIDE,
+            says="trainer.limit_val_batches=0.5 is a share of a stream",
+        ),
+        WithStream(changes={"overfit_batches": 2}, says="trainer.overfit_batches can't go with a stream (train)"),
+        WithStream(changes={"job": "parity", **JOIN}, says="data.stream=join can't go with job=parity"),
+        WithStream(changes=JOIN, strategy=Mixing(), says="data.stream=join can't go with strategy.sync_batchnorm=true"),
+        WithStream(changes=JOIN, strategy=Staged(), says="data.stream=join can't go with strategy=pipeline"),
+        WithStream(changes={"limit_train_batches": 3, "limit_val_batches": 0.5, "num_workers": 1}, strategy=Mixing()),
+        WithStream(changes={"shuffle": True, "num_workers": 8, "loader": "resident"}, datasets=BESIDE),
     ],
 )
-def test_what_a_stream_cannot_give_is_refused(changes, datasets, strategy, said) -> None:
-    asked = config(**changes)
-    if said is None:
-        check_streams(asked, datasets, strategy)
+def test_what_a_stream_cannot_give_is_refused(case: WithStream) -> None:
+    asked = config(**case.changes)
+    if case.says is None:
+        check_streams(asked, case.datasets, case.strategy)
         return
     with pytest.raises(ConfigError) as caught:
-        check_streams(asked, datasets, strategy)
-    assert said in str(caught.value)
+        check_streams(asked, case.datasets, case.strategy)
+    assert case.says in str(caught.value)
 
 
 def test_a_limit_counts_batches_of_each_process() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -105,74 +105,84 @@ def test_a_healthy_cluster_passes(keys: dict[str, Any]) -> None:
     assert (result["passed"], result["failures"], result["notes"]) == (True, [], [])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failing:
+    """What a preflight finds, keys of `preflight` that it fails, and what is said of it."""
+
+    found: dict[str, Any]
+    keys: dict[str, Any] = field(default_factory=dict)
+    check: str
+    says: list[str]
+
+
 @pytest.mark.parametrize(
-    ("given", "keys", "name", "parts"),
+    "case",
     [
-        (
-            {"faults": [{"check": "all_gather", "rank": 2, "text": "wrong"}]},
-            {},
-            "all_gather",
-            ["rank 2 (host2): wrong"],
+        Failing(
+            found={"faults": [{"check": "all_gather", "rank": 2, "text": "wrong"}]},
+            check="all_gather",
+            says=["rank 2 (host2): wrong"],
         ),
-        (
-            with_ranks({"clock": {"ahead_s": -3.5, "error_s": 0.1}}, 3),
-            {"max_clock_offset": 2},
-            "clocks",
-            ["rank 3 (host2): 3.4 s", "preflight.max_clock_offset allows 2 s at most"],
+        Failing(
+            found=with_ranks({"clock": {"ahead_s": -3.5, "error_s": 0.1}}, 3),
+            keys={"max_clock_offset": 2},
+            check="clocks",
+            says=["rank 3 (host2): 3.4 s", "preflight.max_clock_offset allows 2 s at most"],
         ),
-        (
-            with_ranks({"matmul": [{"device": "cuda:1", "flops_per_s": 2e10}]}, 3),
-            {"min_matmul": 30},
-            "matmul",
-            ["rank 3 (host2) on cuda:1: 20 GFLOP/s", "min_matmul allows 30 GFLOP/s at least"],
+        Failing(
+            found=with_ranks({"matmul": [{"device": "cuda:1", "flops_per_s": 2e10}]}, 3),
+            keys={"min_matmul": 30},
+            check="matmul",
+            says=["rank 3 (host2) on cuda:1: 20 GFLOP/s", "min_matmul allows 30 GFLOP/s at least"],
         ),
-        (
-            # The space is reported once for each node.
-            with_ranks({"free_disk_bytes": 10**9}, 2, 3),
-            {"min_free_disk": 1.5},
-            "free_disk",
-            ["node 1, host2: 1 GB", "min_free_disk allows 1.5 GB at least"],
+        Failing(
+            found=with_ranks({"free_disk_bytes": 10**9}, 2, 3),
+            keys={"min_free_disk": 1.5},
+            check="free_disk",
+            says=["node 1, host2: 1 GB", "min_free_disk allows 1.5 GB at least"],
         ),
-        (with_ranks({"free_shm_bytes": None}, 2, 3), {"min_shm": 1}, "shm", ["node 1, host2: unknown"]),
-        (
-            with_link(latency_s=0.02),
-            {"max_latency": "0.01s"},
-            "latency",
-            ["rank 1 (host1) – rank 3 (host2): 0.02 s", "max_latency allows 0.01 s at most"],
+        Failing(
+            found=with_ranks({"free_shm_bytes": None}, 2, 3),
+            keys={"min_shm": 1},
+            check="shm",
+            says=["node 1, host2: unknown"],
         ),
-        (
-            with_link(bytes_per_s=12.3e6),
-            {"min_link_bandwidth": 100},
-            "link bandwidth",
-            ["rank 1 (host1) – rank 3 (host2): 12.3 MB/s", "allows 100 MB/s at least"],
+        Failing(
+            found=with_link(latency_s=0.02),
+            keys={"max_latency": "0.01s"},
+            check="latency",
+            says=["rank 1 (host1) – rank 3 (host2): 0.02 s", "max_latency allows 0.01 s at most"],
         ),
-        (
-            # The best size counts.
-            {"checks": [check("broadcast"), check("all_reduce", bus=2e8)]},
-            {"min_bus_bandwidth": 201},
-            "bus bandwidth",
-            ["all_reduce: 200 MB/s", "min_bus_bandwidth allows 201 MB/s"],
+        Failing(
+            found=with_link(bytes_per_s=12.3e6),
+            keys={"min_link_bandwidth": 100},
+            check="link bandwidth",
+            says=["rank 1 (host1) – rank 3 (host2): 12.3 MB/s", "allows 100 MB/s at least"],
         ),
-        (
-            with_ranks({"data_root": {"path": "/d", "state": "not readable"}}, 0, 1),
-            {},
-            "data root",
-            ["/d is not readable on node 0, host1"],
+        Failing(
+            found={"checks": [check("broadcast"), check("all_reduce", bus=2e8)]},
+            keys={"min_bus_bandwidth": 201},
+            check="bus bandwidth",
+            says=["all_reduce: 200 MB/s", "min_bus_bandwidth allows 201 MB/s"],
+        ),
+        Failing(
+            found=with_ranks({"data_root": {"path": "/d", "state": "not readable"}}, 0, 1),
+            check="data root",
+            says=["/d is not readable on node 0, host1"],
         ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda case: case.check,
 )
-def test_failures_name_place_value_and_limit(
-    given: dict[str, Any], keys: dict[str, Any], name: str, parts: list[str]
-) -> None:
-    result = assessed(given, **keys)
+def test_failures_name_place_value_and_limit(case: Failing) -> None:
+    result = assessed(case.found, **case.keys)
     assert not result["passed"]
-    assert [each["check"] for each in result["failures"]] == [name]
-    text = result["failures"][0]["text"]
-    assert [part for part in parts if part not in text] == [], text
-    if keys:
+    (failure,) = result["failures"]
+    assert failure["check"] == case.check
+    for text in case.says:
+        assert text in failure["text"]
+    if case.keys:
         # Without the limit, nothing is wrong.
-        assert assessed(given, **dict.fromkeys(keys))["passed"]
+        assert assessed(case.found, **dict.fromkeys(case.keys))["passed"]
 
 
 def test_a_data_folder_may_be_missing_everywhere() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -35,48 +35,128 @@ def powersgd(**options: Any) -> Make:
     return partial(DDP, comm_hook={"powersgd": options})
 
 
+class RefusedOptions(NamedTuple):
+    make: Make
+    error: type[FrameworkError]
+    says: str
+    context: Context = FOUR
+
+
 @pytest.mark.parametrize(
-    ("make", "context", "kind", "message"),
+    "case",
     [
-        (Single, FOUR, TopologyError, r"strategy=ddp \(or auto\), or topology\.nnodes=1 topology\.procs_per_node=1"),
-        (partial(auto, comm_hook="fp8"), FOUR, ConfigError, r"comm_hook=fp8.* one of fp16, bf16, powersgd"),
-        (powersgd(rank=2), FOUR, ConfigError, r"powersgd=.*unexpected keyword argument 'rank'"),
-        (powersgd(start_powerSGD_iter=1), FOUR, ConfigError, r"powersgd=.*`start_powerSGD_iter` > 1"),
-        (partial(DDP, comm_hook={"fp16": {"rank": 2}}), FOUR, ConfigError, "only powersgd has options"),
-        (powersgd(), gpus(span=2), TopologyError, "one device each, and these have 2"),
-        (partial(DDP, sync_batchnorm=True), FOUR, ConfigError, r"needs GPUs: .*\nUse strategy\.sync_batchnorm=false"),
-        (partial(DDP, sync_batchnorm=True), gpus(span=2), TopologyError, r"these have 2\.\nUse topology\.gpus_per_pr"),
-        (partial(LocalSGD, every_n_steps=0), FOUR, ConfigError, r"strategy\.every_n_steps=0 must be 1 or more"),
-        (FSDP, TWO_DEVICES, TopologyError, r"Use topology\.gpus_per_process=1"),
-        (FSDP, gpus(procs=2, backend="gloo"), TopologyError, r"from GPU to GPU, which backend=gloo can't"),
-        (partial(FSDP, mp_policy={"param_dtpye": "bf16"}), FOUR, ConfigError, "param_dtype and reduce_dtype"),
-        (partial(FSDP, mp_policy={"reduce_dtype": "bfloat16"}), FOUR, ConfigError, "one of fp32, bf16, fp16, or null"),
-        (partial(FSDP, mp_policy=NO_MAPPING), FOUR, ConfigError, r"mp_policy=bf16: it has param_dtype"),
-        (partial(FSDP, cpu_offload=True), FOUR, ConfigError, "cpu_offload=true is for GPUs"),
-        (
-            partial(FSDP, cpu_offload=True, data_parallel_shard_degree=2),
-            gpus(procs=4),
-            ConfigError,
-            "for one copy of the model over all processes",
+        RefusedOptions(
+            make=Single,
+            error=TopologyError,
+            says=r"strategy=ddp \(or auto\), or topology\.nnodes=1 topology\.procs_per_node=1",
+        ),
+        RefusedOptions(
+            make=partial(auto, comm_hook="fp8"), error=ConfigError, says=r"comm_hook=fp8.* one of fp16, bf16, powersgd"
+        ),
+        RefusedOptions(make=powersgd(rank=2), error=ConfigError, says=r"powersgd=.*unexpected keyword argument 'rank'"),
+        RefusedOptions(
+            make=powersgd(start_powerSGD_iter=1), error=ConfigError, says=r"powersgd=.*`start_powerSGD_iter` > 1"
+        ),
+        RefusedOptions(
+            make=partial(DDP, comm_hook={"fp16": {"rank": 2}}), error=ConfigError, says="only powersgd has options"
+        ),
+        RefusedOptions(
+            make=powersgd(), context=gpus(span=2), error=TopologyError, says="one device each, and these have 2"
+        ),
+        RefusedOptions(
+            make=partial(DDP, sync_batchnorm=True),
+            error=ConfigError,
+            says=r"needs GPUs: .*\nUse strategy\.sync_batchnorm=false",
+        ),
+        RefusedOptions(
+            make=partial(DDP, sync_batchnorm=True),
+            context=gpus(span=2),
+            error=TopologyError,
+            says=r"these have 2\.\nUse topology\.gpus_per_pr",
+        ),
+        RefusedOptions(
+            make=partial(LocalSGD, every_n_steps=0),
+            error=ConfigError,
+            says=r"strategy\.every_n_steps=0 must be 1 or more",
+        ),
+        RefusedOptions(make=FSDP, context=TWO_DEVICES, error=TopologyError, says=r"Use topology\.gpus_per_process=1"),
+        RefusedOptions(
+            make=FSDP,
+            context=gpus(procs=2, backend="gloo"),
+            error=TopologyError,
+            says=r"from GPU to GPU, which backend=gloo can't",
+        ),
+        RefusedOptions(
+            make=partial(FSDP, mp_policy={"param_dtpye": "bf16"}),
+            error=ConfigError,
+            says="param_dtype and reduce_dtype",
+        ),
+        RefusedOptions(
+            make=partial(FSDP, mp_policy={"reduce_dtype": "bfloat16"}),
+            error=ConfigError,
+            says="one of fp32, bf16, fp16, or null",
+        ),
+        RefusedOptions(
+            make=partial(FSDP, mp_policy=NO_MAPPING), error=ConfigError, says=r"mp_policy=bf16: it has param_dtype"
+        ),
+        RefusedOptions(make=partial(FSDP, cpu_offload=True), error=ConfigError, says="cpu_offload=true is for GPUs"),
+        RefusedOptions(
+            make=partial(FSDP, cpu_offload=True, data_parallel_shard_degree=2),
+            context=gpus(procs=4),
+            error=ConfigError,
+            says="for one copy of the model over all processes",
         ),
         *(
-            (partial(FSDP, data_parallel_shard_degree=degree), FOUR, TopologyError, r"\nUse one of 1, 2, 4; auto")
+            RefusedOptions(
+                make=partial(FSDP, data_parallel_shard_degree=degree),
+                error=TopologyError,
+                says=r"\nUse one of 1, 2, 4; auto",
+            )
             for degree in (3, 0, "some")
         ),
-        (partial(Pipeline, schedule="zb"), FOUR, ConfigError, r"schedule=zb: must be one of gpipe, 1f1b, interleaved"),
-        (partial(Pipeline, num_stages=3), FOUR, TopologyError, r"pipelines of 3 processes, and 4 processes need"),
-        (partial(Pipeline, num_stages=1), FOUR, TopologyError, r"num_stages=1 makes pipelines of 1 processes"),
-        (partial(Pipeline, num_stages=5, schedule="interleaved"), FOUR, ConfigError, r"of strategy\.stages_per_rank=2"),
-        (partial(Pipeline, stages_per_rank=2), FOUR, ConfigError, "the others 1"),
-        (partial(Pipeline, stages_per_rank=1, schedule="interleaved"), FOUR, ConfigError, r"has 2 or more stages"),
-        (partial(Pipeline, num_microbatches=0), FOUR, ConfigError, r"num_microbatches=0 is below 1"),
-        (Pipeline, replace(TWO_DEVICES, topology=Topology(1, 2, 0, 2)), TopologyError, "one device each"),
-        (Pipeline, gpus(procs=2, backend="gloo"), TopologyError, "backend=gloo can't"),
+        RefusedOptions(
+            make=partial(Pipeline, schedule="zb"),
+            error=ConfigError,
+            says=r"schedule=zb: must be one of gpipe, 1f1b, interleaved",
+        ),
+        RefusedOptions(
+            make=partial(Pipeline, num_stages=3),
+            error=TopologyError,
+            says=r"pipelines of 3 processes, and 4 processes need",
+        ),
+        RefusedOptions(
+            make=partial(Pipeline, num_stages=1),
+            error=TopologyError,
+            says=r"num_stages=1 makes pipelines of 1 processes",
+        ),
+        RefusedOptions(
+            make=partial(Pipeline, num_stages=5, schedule="interleaved"),
+            error=ConfigError,
+            says=r"of strategy\.stages_per_rank=2",
+        ),
+        RefusedOptions(make=partial(Pipeline, stages_per_rank=2), error=ConfigError, says="the others 1"),
+        RefusedOptions(
+            make=partial(Pipeline, stages_per_rank=1, schedule="interleaved"),
+            error=ConfigError,
+            says=r"has 2 or more stages",
+        ),
+        RefusedOptions(
+            make=partial(Pipeline, num_microbatches=0), error=ConfigError, says=r"num_microbatches=0 is below 1"
+        ),
+        RefusedOptions(
+            make=Pipeline,
+            context=replace(TWO_DEVICES, topology=Topology(1, 2, 0, 2)),
+            error=TopologyError,
+            says="one device each",
+        ),
+        RefusedOptions(
+            make=Pipeline, context=gpus(procs=2, backend="gloo"), error=TopologyError, says="backend=gloo can't"
+        ),
     ],
-)  # fmt: skip
-def test_options_that_cannot_be(make: Make, context: Context, kind: type[FrameworkError], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        make(context=context)
+)
+def test_options_that_cannot_be(case: RefusedOptions) -> None:
+    with pytest.raises(case.error, match=case.says):
+        case.make(context=case.context)
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -162,29 +242,88 @@ HOLDER = nn.Sequential(nn.ModuleList([nn.Linear(1, 1)]))
 STAGES = partial(Pipeline, num_stages=2)
 
 
+class RefusedModel(NamedTuple):
+    make: Make
+    model: nn.Module
+    error: type[FrameworkError]
+    says: str
+
+
 @pytest.mark.parametrize(
-    ("make", "model", "kind", "message"),
+    "case",
     [
-        *((make, FROZEN, ConfigError, "no parameter of Linear requires") for make in (DDP, AllReduce, LocalSGD)),
         *(
-            (make, SPARSE, ConfigError, rf"strategy={name} .* there is a sparse one: 1\.weight\.\nMake it dense")
+            RefusedModel(make=make, model=FROZEN, error=ConfigError, says="no parameter of Linear requires")
+            for make in (DDP, AllReduce, LocalSGD)
+        ),
+        *(
+            RefusedModel(
+                make=make,
+                model=SPARSE,
+                error=ConfigError,
+                says=rf"strategy={name} .* there is a sparse one: 1\.weight\.\nMake it dense",
+            )
             for name, make in DENSE_ONLY.items()
         ),
-        (partial(FSDP, wrap=["Lineer"]), HOLDER, ConfigError, r"of the class Lineer\.\nIt has Linear"),
-        (partial(FSDP, wrap=["ModuleList"]), HOLDER, ConfigError, "ModuleList only holds other modules"),
-        (STAGES, Net(lambda net: [net.first, "last"]), TargetError, "must return 2 modules, and returned 2: Linear"),
-        (STAGES, Net(lambda net: [net.first, net.last]), TargetError, r"Look at norm\.weight, norm\.bias"),
-        (STAGES, Net(lambda net: [nn.Sequential(half(net), net.last), net.last]), TargetError, r"Look at last\.weight"),
-        (STAGES, Net(lambda net: [nn.ReLU(), nn.Sequential(half(net), net.last)]), ConfigError, "no parameter to"),
-        (STAGES, Net(lambda net: [half(net), nn.Linear(3, 1)]), TargetError, "not of copies"),
-        (STAGES, nn.Sequential(nn.Linear(1, 2), Counting()), ConfigError, r"isn't a tensor in .*: 1\._extra_state"),
-        (STAGES, Holds(), TargetError, r"can't cut Holds into 2 stages.*no method `stages`"),
-        (STAGES, nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ConfigError, r"with 1 trained modules can't be cut into 2"),
+        RefusedModel(
+            make=partial(FSDP, wrap=["Lineer"]),
+            model=HOLDER,
+            error=ConfigError,
+            says=r"of the class Lineer\.\nIt has Linear",
+        ),
+        RefusedModel(
+            make=partial(FSDP, wrap=["ModuleList"]),
+            model=HOLDER,
+            error=ConfigError,
+            says="ModuleList only holds other modules",
+        ),
+        RefusedModel(
+            make=STAGES,
+            model=Net(lambda net: [net.first, "last"]),
+            error=TargetError,
+            says="must return 2 modules, and returned 2: Linear",
+        ),
+        RefusedModel(
+            make=STAGES,
+            model=Net(lambda net: [net.first, net.last]),
+            error=TargetError,
+            says=r"Look at norm\.weight, norm\.bias",
+        ),
+        RefusedModel(
+            make=STAGES,
+            model=Net(lambda net: [nn.Sequential(half(net), net.last), net.last]),
+            error=TargetError,
+            says=r"Look at last\.weight",
+        ),
+        RefusedModel(
+            make=STAGES,
+            model=Net(lambda net: [nn.ReLU(), nn.Sequential(half(net), net.last)]),
+            error=ConfigError,
+            says="no parameter to",
+        ),
+        RefusedModel(
+            make=STAGES, model=Net(lambda net: [half(net), nn.Linear(3, 1)]), error=TargetError, says="not of copies"
+        ),
+        RefusedModel(
+            make=STAGES,
+            model=nn.Sequential(nn.Linear(1, 2), Counting()),
+            error=ConfigError,
+            says=r"isn't a tensor in .*: 1\._extra_state",
+        ),
+        RefusedModel(
+            make=STAGES, model=Holds(), error=TargetError, says=r"can't cut Holds into 2 stages.*no method `stages`"
+        ),
+        RefusedModel(
+            make=STAGES,
+            model=nn.Sequential(nn.Linear(1, 1), nn.ReLU()),
+            error=ConfigError,
+            says=r"with 1 trained modules can't be cut into 2",
+        ),
     ],
-)  # fmt: skip
-def test_models_that_cannot_be(make: Make, model: nn.Module, kind: type[FrameworkError], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        make(context=FOUR).wrap(model)
+)
+def test_models_that_cannot_be(case: RefusedModel) -> None:
+    with pytest.raises(case.error, match=case.says):
+        case.make(context=FOUR).wrap(case.model)
 
 
 def test_one_process_only_evaluates_a_pipeline() -> None:

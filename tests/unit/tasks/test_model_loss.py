@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,29 +35,37 @@ def token_labels(*, high: int = 11) -> Tensor:
     return labels.where(torch.arange(7) < sizes[:, None], -100)
 
 
+class TokenModel(NamedTuple):
+    kind: str
+    config: Any
+    num_labels: int = 11
+    # Labels that count.
+    counted: int = 22
+
+
 @pytest.mark.parametrize(
-    ("kind", "config", "high", "counted"),
+    "case",
     [
         # The first token of a text has no label.
-        ("AutoModelForCausalLM", GPT2, 11, 18),
-        ("AutoModelForMaskedLM", BERT, 11, 22),
-        ("AutoModelForTokenClassification", BERT, 3, 22),
-        ("AutoModelForSeq2SeqLM", T5, 11, 22),
+        TokenModel(kind="AutoModelForCausalLM", config=GPT2, counted=18),
+        TokenModel(kind="AutoModelForMaskedLM", config=BERT),
+        TokenModel(kind="AutoModelForTokenClassification", config=BERT, num_labels=3),
+        TokenModel(kind="AutoModelForSeq2SeqLM", config=T5),
     ],
 )
-def test_token_losses_add_up_however_samples_split(kind: str, config: Any, high: int, counted: int) -> None:
-    model = getattr(transformers, kind).from_config(config).eval()
+def test_token_losses_add_up_however_samples_split(case: TokenModel) -> None:
+    model = getattr(transformers, case.kind).from_config(case.config).eval()
     task: Task = ModelLoss()
-    batch = batch_of(token_labels(high=high))
+    batch = batch_of(token_labels(high=case.num_labels))
     whole = task.validation_step(model, batch)
     assert whole.num_samples == 6
     assert whole.weight is not None
-    assert whole.weight == counted == whole.metrics["accuracy"][1]
+    assert whole.weight == case.counted == whole.metrics["accuracy"][1]
     torch.testing.assert_close(whole.loss, model(**batch).loss)
     parts = [task.training_step(model, {name: each[[row]] for name, each in batch.items()}) for row in range(6)]
     assert all(each.metrics == {} for each in parts)
     total = sum((each.loss * each.weight for each in parts if each.weight is not None), torch.tensor(0.0))
-    torch.testing.assert_close(total / counted, whole.loss)
+    torch.testing.assert_close(total / case.counted, whole.loss)
     # This part has no label.
     parts[-1].loss.backward()
     assert parts[-1].loss == 0 == parts[-1].weight
