@@ -1,4 +1,4 @@
-"""A sweep on disk: its plan `sweep.json`, who runs which trial, what the trials reached. No torch here.
+"""A sweep on disk: its plan `sweep.json`, who runs which trial, how a search chooses them. No torch here.
 
 Start with `folder`.
 """

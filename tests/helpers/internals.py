@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from framework.command import sweep as sweep_module
     from framework.command import trust as trust_module
     from framework.command.equivalents import commands, environment
+    from framework.command.hydra_compose import current_hydra, hydra_for
     from framework.command.job import check_request
     from framework.command.launcher import Placement, place
     from framework.command.messages import interrupted_message, start_message, training_summary, unused_variables
@@ -253,6 +254,7 @@ if TYPE_CHECKING:
     from framework.strategies.activation_checkpointing import apply_activation_checkpointing
     from framework.strategies.rules import StrategyRequest
     from framework.sweeps import claims as claims_module
+    from framework.sweeps import search as search_module
     from framework.sweeps.claims import Claim, Claims, exclusive
     from framework.sweeps.folder import (
         SearchPlan,
@@ -263,6 +265,9 @@ if TYPE_CHECKING:
         find_sweep,
         newest_unfinished_sweep,
     )
+    from framework.sweeps.search import Asked, OptunaSearch, SearchSettings, importances
+    from framework.sweeps.space import Choice, Integers, Space, Steps, split_space, value_text
+    from framework.sweeps.space import Interval as FloatInterval
     from framework.system import hardware as hardware_module
     from framework.system import run_dir as run_dir_module
     from framework.system.allocator import tune_malloc
