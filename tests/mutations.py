@@ -588,7 +588,7 @@ CONFIG = [
     Mutation(
         name="exclusive-bound-is-inclusive",
         caught_by="tests/unit/config/test_parse.py::test_values_that_are_refused",
-        within="_within",
+        within="is_within",
         old="value > above",
         new="value >= above",
         what="trainer.gradient_clip_val=0 is accepted, and nothing is learned.",
@@ -644,7 +644,7 @@ CONFIG = [
     Mutation(
         name="true-is-accepted-as-a-number",
         caught_by="tests/unit/config/test_parse.py::test_values_that_are_refused",
-        within="_convert",
+        within="convert",
         old="type(value) is kind",
         new="isinstance(value, kind)",
         what="trainer.max_epochs=true is accepted as one epoch.",

@@ -15,8 +15,8 @@ from typing import Any
 
 from framework.api.nodes import KEY, Nodes, is_maker, override_value, unused_name
 from framework.command.request import JobResult, PythonCall
+from framework.config.keys import known_keys
 from framework.config.other_names import advice
-from framework.config.parse import known_keys
 from framework.config.saved import key_of
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest

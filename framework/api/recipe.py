@@ -11,8 +11,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from framework.api.nodes import BLANK, OBJECTS, importable_name, is_maker
 from framework.config.assets import config_dir, user_config_dir
+from framework.config.mistakes import raise_mistakes
+from framework.config.nested import walk
 from framework.config.objects import ObjectFactory, load_objects
-from framework.config.parse import raise_mistakes, walk
 from framework.config.renamed import present_overrides, with_present_names, without_removed
 from framework.config.saved import load_yaml, objects_of
 from framework.config.targets import import_target

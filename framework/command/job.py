@@ -15,7 +15,7 @@ from framework.command.request import JobResult, Request
 from framework.command.run_ranks import run_ranks
 from framework.config.checks import rule_mistakes, source_mistakes
 from framework.config.jobs import FUNCTION, JOBS, is_class_name
-from framework.config.parse import raise_mistakes
+from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Config
 from framework.config.targets import import_target
 from framework.errors import RequestError, TargetError

@@ -24,22 +24,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from framework.command.hydra_compose import compose_config, resolved
 from framework.command.words import NOT_OF_FORM, Phrase, is_override, phrases
+from framework.config.hints import unknown_key_hint
 from framework.config.jobs import JOBS
+from framework.config.keys import is_section, known_keys, takes_node, takes_several
+from framework.config.mistakes import as_text, raise_mistakes
+from framework.config.nested import walk
 from framework.config.other_names import value_advice
-from framework.config.parse import (
-    PACKAGE_LINE,
-    as_text,
-    is_section,
-    known_keys,
-    raise_mistakes,
-    show,
-    takes_node,
-    takes_several,
-    unknown_key_hint,
-    value_mistakes,
-    walk,
-)
+from framework.config.parse import PACKAGE_LINE, value_mistakes
 from framework.config.suggest import did_you_mean, nearest
+from framework.config.values import show
 from framework.errors import ConfigError
 from framework.system.formatting import display_path
 

@@ -20,7 +20,6 @@ from framework.checkpoint import LocalStorage, find
 from framework.checkpoint.layout import CONFIG_NAME
 from framework.command.trust import check_trust, why_not_owned
 from framework.config.other_names import value_advice
-from framework.config.parse import show
 from framework.config.renamed import present_overrides, removed_settings, without_removed
 from framework.config.saved import (
     SavedRun,
@@ -38,6 +37,7 @@ from framework.config.saved import (
     value_of,
 )
 from framework.config.secrets import masked_override, missing_secrets
+from framework.config.values import show
 from framework.errors import ConfigError
 from framework.system.formatting import display_path
 from framework.system.run_dir import RunDir

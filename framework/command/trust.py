@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from framework.config.parse import walk
+from framework.config.nested import walk
 from framework.config.saved import SavedRun, is_run, key_of, objects_of
 from framework.errors import ConfigError
 from framework.system.formatting import display_path

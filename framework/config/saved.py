@@ -17,10 +17,11 @@ from typing import Any
 
 import yaml
 
-from framework.config.parse import flatten, show
+from framework.config.nested import flatten
 from framework.config.renamed import without_removed
 from framework.config.secrets import Secrets, restored_config
 from framework.config.suggest import nearest
+from framework.config.values import show
 from framework.errors import ConfigError
 from framework.system.files import FileFacts, check_nesting, read_bytes, read_text
 from framework.system.run_dir import RunDir, read_object, write_atomically

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch.utils.data import IterableDataset
 
-from framework.config.parse import raise_mistakes
+from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from framework.config.parse import parse, raise_mistakes
+from framework.config.mistakes import raise_mistakes
+from framework.config.parse import parse
 from framework.config.saved import load_config
 from framework.config.schema import Config
 from framework.config.targets import check_targets

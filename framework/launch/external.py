@@ -19,9 +19,9 @@ from signal import SIGINT
 from typing import TextIO, final
 
 from framework.config.assets import import_from_working_dir
-from framework.config.parse import seconds_of
 from framework.config.schema import Config
 from framework.config.topology import Topology, resolve_topology
+from framework.config.values import seconds_of
 from framework.distributed.store import open_run_store
 from framework.errors import (
     EXIT_INTERRUPTED,

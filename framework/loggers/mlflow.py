@@ -17,7 +17,7 @@ from typing import Any, ClassVar, final
 
 from filelock import FileLock
 
-from framework.config.parse import flatten
+from framework.config.nested import flatten
 from framework.errors import ConfigError
 from framework.loggers.media import shortened
 from framework.loggers.tracker import Row, Tracker, check_installed

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from framework.config.parse import flatten, show
+from framework.config.nested import flatten
 from framework.config.renamed import with_present_names, without_removed
+from framework.config.values import show
 from framework.runs.record import RunRecord
 from framework.system.formatting import format_duration, format_metric, format_table, terminal_width
 from framework.system.shown_text import printable

@@ -15,7 +15,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
-from framework.config.parse import walk
+from framework.config.nested import walk
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
 from framework.runs.record import COLUMNS, MISSING, RunRecord

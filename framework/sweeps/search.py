@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from framework.config.parse import raise_mistakes
+from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Mode, Node
 from framework.config.targets import check_node, import_target, takes
 from framework.errors import ConfigError, DiskError, TargetError

@@ -34,7 +34,7 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from framework.config.parse import raise_mistakes
+from framework.config.mistakes import raise_mistakes
 from framework.config.secrets import masked_override
 
 # Values of a range that isn't one of whole numbers. Hydra adds its step up, value by value.

@@ -45,9 +45,11 @@ if TYPE_CHECKING:
     from framework.config import source as source_module
     from framework.config.assets import config_dir
     from framework.config.jobs import FUNCTION, JOBS
+    from framework.config.keys import known_keys
     from framework.config.optimizers import optimizer_configs
     from framework.config.other_names import ADVICE
-    from framework.config.parse import known_keys, normalize_override, parse
+    from framework.config.overrides import normalize_override
+    from framework.config.parse import parse
     from framework.config.renamed import present_overrides, without_removed
     from framework.config.saved import (
         SavedRun,

@@ -48,7 +48,7 @@ from framework.command.job import Job
 from framework.command.launcher import Placement, place, placement_mistakes
 from framework.command.request import JobResult, Request
 from framework.config.checks import validation_mistakes
-from framework.config.parse import raise_mistakes
+from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Config
 from framework.jobs.plan.page import render
 from framework.launch.fork_server import call_in_child
