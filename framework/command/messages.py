@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.checkpoint import complete_steps
-from framework.config.saved import key_of, resume_argument
+from framework.config.saved import outputs_arguments, resume_argument
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED
@@ -105,8 +105,7 @@ def stopped_message(run_dir: RunDir, *, by: str) -> str:
 def resume_arguments(run_dir: RunDir) -> str:
     """Return the arguments that resume a run, with the typed `path.outputs`: only below it is the run the user's."""
     record = read_object(run_dir.run_file) or {}
-    typed = record.get("overrides", [])
-    outputs = [shlex.quote(text) for text in typed if key_of(text) in ("path", "path.outputs")]
+    outputs = outputs_arguments(record.get("overrides", []))
     return " ".join([resume_argument(display_path(run_dir.path)), *outputs])
 
 

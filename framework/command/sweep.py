@@ -21,8 +21,8 @@ from framework.command.hydra_compose import resolved, split_sweep
 from framework.command.job import Job, load_job
 from framework.command.messages import resume_arguments, tensorboard_command
 from framework.command.request import JobResult, Request
-from framework.config.secrets import masked_override
 from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError, RunError, StoppedBySignalError
+from framework.sweeps.table import distinguishing
 from framework.system.formatting import display_path, format_count, format_facts, format_table
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown
@@ -293,14 +293,3 @@ def _log_of(run_dir: RunDir) -> str:
         return ""
     log = run_dir.rank_log(0)
     return f"log: {display_path(log if log.exists() else run_dir.path)}"
-
-
-def distinguishing(overrides: Sequence[Sequence[str]]) -> list[str]:
-    """Return for each job the overrides that not all jobs have, as one text."""
-    common: set[str] = set()
-    if len(overrides) > 1:
-        common = set.intersection(*map(set, overrides))
-    labels = []
-    for typed in overrides:
-        labels.append(" ".join(masked_override(text) for text in typed if text not in common))
-    return labels

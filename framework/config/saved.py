@@ -192,6 +192,13 @@ def path_argument(key: str, path: str | Path) -> str:
     return shlex.quote(f"{key}={value}")
 
 
+def outputs_arguments(overrides: Sequence[str]) -> list[str]:
+    """Return the typed `path.outputs`, quoted for the shell: a command that names a run needs it, since only below it
+    is a run the user's.
+    """
+    return [shlex.quote(text) for text in overrides if key_of(text) in ("path", "path.outputs")]
+
+
 def merge_overrides(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
     """Return the overrides of a resumed run: those typed for the original run, then those typed now.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +12,20 @@ from framework.training.trainer import Trainer
 from framework.types import hooks
 
 
-def write_results(setup: RankSetup, trainer: Trainer, *, test: dict[str, Any] | None, seconds: float) -> None:
+def write_results(
+    setup: RankSetup,
+    trainer: Trainer,
+    *,
+    test: dict[str, Any] | None,
+    seconds: float,
+    modules: Mapping[str, str],
+) -> None:
     """Write the results to `run.json`, where the parent reads them for the closing summary; give them to the loggers.
 
     `best` and `last` are validations; they and `test` have the step of their weights.
+
+    Args:
+        modules: the hashes of the user's modules that it was trained with, to tell trials of changed code apart.
     """
     state = trainer.state
     results: dict[str, Any] = {
@@ -43,7 +54,7 @@ def write_results(setup: RankSetup, trainer: Trainer, *, test: dict[str, Any] | 
     if state.val_step is not None:
         texts = markdown_texts(state.val_texts)
         results["last"] = {"step": state.val_step, "metrics": state.val_metrics, "texts": texts}
-    setup.run_dir.update_run({"results": results})
+    setup.run_dir.update_run({"results": results, "modules": dict(modules)})
 
     # A run that was stopped on request has no final results yet.
     if not trainer.stop.on_request:

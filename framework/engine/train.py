@@ -36,6 +36,7 @@ from framework.media import markdown_texts
 from framework.monitoring.rank_status import RankPhase
 from framework.system.files import free_bytes
 from framework.system.formatting import format_bytes
+from framework.system.loaded_modules import hashes_of_loaded_modules
 from framework.system.rank_log import logger, warn
 from framework.training.evaluation import Evaluation
 from framework.training.trainer import Trainer
@@ -110,6 +111,11 @@ def _train(
         if metric_names:
             check_metrics(setup.config, metric_names)
 
+        modules: dict[str, str] = {}
+        if setup.context.is_main:
+            # Before training: the files may be edited while it runs.
+            modules = hashes_of_loaded_modules()
+
         # Without checkpoints a stop signal just ends the process.
         if trainer.checkpoints is not None:
             stack.enter_context(stoppable(setup.link))
@@ -131,7 +137,7 @@ def _train(
             if not is_run(setup.run_dir.path):
                 # Otherwise the results would go to a new directory of the same name.
                 raise lost_run_dir(setup.run_dir.path, rank=0, reason="it has no config.yaml")
-            write_results(setup, trainer, test=test_results, seconds=seconds)
+            write_results(setup, trainer, test=test_results, seconds=seconds, modules=modules)
         if trainer.stop.on_request:
             return EXIT_STOPPED
         return None

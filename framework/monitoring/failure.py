@@ -22,6 +22,8 @@ from framework.monitoring.rank_status import CRASH
 _WAITED_SHARE = 0.5
 # How much later than its peers' errors the end of a process may be seen.
 _NOTICE_S = 5.0
+OUT_OF_MEMORY = re.compile(r"out of memory|(can't allocate|not enough) memory|std::bad_alloc|_STATUS_ALLOC_FAILED")
+"""What torch, its libraries and allocators say in such an error."""
 
 
 class FailureKind(str, Enum):

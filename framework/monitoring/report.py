@@ -21,6 +21,7 @@ from framework.monitoring.failure import FailureKind, RankFailure, find_first
 from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import NodeMonitor
 from framework.monitoring.stacks import main_stack
+from framework.system.formatting import format_numbers
 from framework.system.run_dir import RunDir, write_object
 from framework.system.shown_text import masked_text, shown
 
@@ -301,22 +302,8 @@ def _near(path: str) -> str:
 
 def list_ranks(numbers: Sequence[int], *, noun: str = "rank") -> str:
     """Return `rank 3` or `ranks 0–2, 5`, shortened."""
-    # First and last of each sequence without a gap.
-    spans: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1] = (spans[-1][0], number)
-        else:
-            spans.append((number, number))
-
-    texts = []
-    for first, last in spans[:_SHOWN_RANKS]:
-        texts.append(str(first) if first == last else f"{first}–{last}")
-    text = f"{noun}s " if len(numbers) > 1 else f"{noun} "
-    text += ", ".join(texts)
-    if len(spans) > _SHOWN_RANKS:
-        text += " and more"
-    return text
+    title = f"{noun}s" if len(numbers) > 1 else noun
+    return f"{title} {format_numbers(numbers, max_spans=_SHOWN_RANKS)}"
 
 
 def _wrapped(text: str) -> list[str]:

@@ -8,7 +8,6 @@ import json
 import math
 import operator
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
@@ -19,6 +18,7 @@ from framework.config.nested import walk
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
 from framework.runs.record import COLUMNS, MISSING, RunRecord
+from framework.system.columns import GAP, aligned, column_sizes, lines_below, table_width
 from framework.system.formatting import format_count, format_duration, format_metric, terminal_width
 from framework.system.shown_text import printable
 
@@ -37,7 +37,6 @@ _NARROW_COLUMNS = ("run", "status", "best", "last", "time")
 _NARROW_BELOW = ("recipe", "started", "metric", "overrides")
 _RIGHT_ALIGNED = ("best", "last", "time")
 _SCORES = ("best", "last")
-_GAP = "  "
 # Columns of the terminal. With fewer left, overrides go on a line of their own.
 _MIN_OVERRIDES = 20
 
@@ -205,24 +204,23 @@ def table_lines(records: Sequence[RunRecord], *, width: int) -> list[str]:
     shared = _shared_overrides(records)
     rows = [dict(zip(_HEAD, _cells(record, shared), strict=True)) for record in records]
     header = {name: name for name in _HEAD}
-    sizes = {}
-    for name in _HEAD:
-        sizes[name] = max(len(row[name]) for row in (header, *rows))
+    sizes = column_sizes([header, *rows])
 
     fixed = {name: size for name, size in sizes.items() if name != "overrides"}
-    if _table_width(fixed) + len(_GAP) + _MIN_OVERRIDES <= width:
-        lines = [f"{_line(row, fixed)}{_GAP}{row['overrides']}".rstrip() for row in (header, *rows)]
-        return [_clipped(line, width) for line in lines]
+    if table_width(fixed) + len(GAP) + _MIN_OVERRIDES <= width:
+        # The last column is cut off, not padded.
+        wide = {**fixed, "overrides": 0}
+        return [_clipped(aligned(row, wide, right=_RIGHT_ALIGNED), width) for row in (header, *rows)]
 
     columns = list(_NARROW_COLUMNS)
     below = list(_NARROW_BELOW)
-    while len(columns) > 1 and _table_width({name: sizes[name] for name in columns}) > width:
+    while len(columns) > 1 and table_width({name: sizes[name] for name in columns}) > width:
         below.insert(0, columns.pop())
     narrow = {name: sizes[name] for name in columns}
-    lines = [_line(header, narrow).rstrip()]
+    lines = [aligned(header, narrow, right=_RIGHT_ALIGNED)]
     for row in rows:
-        lines.append(_line(row, narrow).rstrip())
-        lines += _lines_below(row, below, width=width)
+        lines.append(aligned(row, narrow, right=_RIGHT_ALIGNED))
+        lines += lines_below(_items_below(row, below), width=width)
     return lines
 
 
@@ -253,32 +251,13 @@ def _cells(record: RunRecord, shared: Collection[str]) -> list[str]:
     return [printable(cell) for cell in cells]
 
 
-def _table_width(sizes: Mapping[str, int]) -> int:
-    return sum(sizes.values()) + len(_GAP) * (len(sizes) - 1)
-
-
-def _line(row: Mapping[str, str], sizes: Mapping[str, int]) -> str:
-    cells = []
-    for name, size in sizes.items():
-        align = str.rjust if name in _RIGHT_ALIGNED else str.ljust
-        cells.append(align(row[name], size))
-    return _GAP.join(cells)
-
-
-def _lines_below(row: Mapping[str, str], names: Collection[str], *, width: int) -> list[str]:
+def _items_below(row: Mapping[str, str], names: Collection[str]) -> list[str]:
     """Return what doesn't fit beside the other columns. A number has its name before it."""
     items = []
     for name in names:
         if row[name]:
             items.append(f"{name} {row[name]}" if name in _RIGHT_ALIGNED else row[name])
-    return textwrap.wrap(
-        " · ".join(items),
-        width,
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return items
 
 
 def _clipped(line: str, width: int) -> str:

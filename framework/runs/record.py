@@ -184,7 +184,7 @@ def _save_objects(run_dir: RunDir, start: RunStart) -> _Objects:
 
 
 def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def _git_state() -> dict[str, str] | None:
@@ -229,6 +229,7 @@ _FACTS: Mapping[str, type] = {
     "hardware": dict,
     "topology": dict,
     "results": dict,
+    "modules": dict,
 }
 _REQUIRED = ("status", "started", "recipe", "job", "overrides")
 _GIT: Mapping[str, type] = {"revision": str, "diff": str}
@@ -278,13 +279,13 @@ class RunRecord:
     @property
     def monitor(self) -> str | None:
         """Return the name of the metric that `best` and `last` are of."""
-        monitor: str | None = self.facts["monitor"]
+        monitor: str | None = self.facts.get("monitor")
         return monitor
 
     @property
     def mode(self) -> str:
         """Return `min` or `max`: which values of `monitor` are better."""
-        return str(self.facts["mode"])
+        return str(self.facts.get("mode") or "min")
 
     @property
     def started(self) -> datetime:

@@ -68,6 +68,25 @@ def format_count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {noun}"
 
 
+def format_numbers(numbers: Iterable[int], *, max_spans: int) -> str:
+    """Return `3` or `0–2, 5`; after `max_spans` numbers or spans of them, ` and more`."""
+    # First and last of each sequence without a gap.
+    spans: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], number)
+        else:
+            spans.append((number, number))
+
+    texts = []
+    for first, last in spans[:max_spans]:
+        texts.append(str(first) if first == last else f"{first}–{last}")
+    text = ", ".join(texts)
+    if len(spans) > max_spans:
+        text += " and more"
+    return text
+
+
 def format_table(rows: Sequence[Sequence[str]], *, width: int = 10_000) -> str:
     """Return the rows with aligned columns, indented by two spaces. Only cells beyond `width` are wrapped."""
     from rich.console import Console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import yaml
 from framework.errors import ConfigError
 from tests.helpers import results
 from tests.helpers.command import run_framework
-from tests.helpers.internals import compose, sweeper_direction
+from tests.helpers.internals import SweepFolder, TrialPlan, compose, read_results, sweeper_direction
 
 LIMITS = ("trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=0")
 SHORT = ("logger=jsonl", "trainer.max_epochs=1", *LIMITS)
@@ -80,6 +81,35 @@ def test_a_failing_job_does_not_end_the_sweep(sweep, tmp_path):
     assert f"tensorboard --logdir outputs/multirun/{folder.name}" in answer.out
     for text in (answer.err, results.log(folder / "1")):
         assert "ValueError: this one fails" in text
+
+
+EDITED = """
+from pathlib import Path
+
+class Edited:
+    '''Somebody edits this module while the job with seed 2 is training.'''
+    def __init__(self, seed): self.seed = seed
+    def on_fit_start(self, info):
+        if self.seed == 2:
+            with Path(__file__).open("a") as file: file.write("# another line")
+"""
+
+
+def test_jobs_of_changed_code_are_marked(sweep, tmp_path):
+    (tmp_path / "edited.py").write_text(EDITED)
+    edited = ("+callbacks.e._target_=edited.Edited", "+callbacks.e.seed=${seed}")
+    assert sweep("recipe=toy", *SHORT, "seed=1,2,4", *edited).status == 0
+    (folder,) = tmp_path.glob("outputs/multirun/*")
+    plans = [TrialPlan(number, (f"seed={number}",), config_hash="") for number in range(3)]
+    trials = read_results(SweepFolder(folder), plans)
+    # What a job has imported is looked at before it trains.
+    assert [trial.code_changed for trial in trials] == [False, False, True]
+    assert [trial.steps for trial in trials] == [2, 2, 2]
+    assert trials[0].score == results.results(folder / "0")["score"]
+    modules = results.run_file(folder / "0")["modules"]
+    assert modules["edited"] == hashlib.sha256(EDITED.encode()).hexdigest()
+    assert modules.keys() >= {"recipes.toy"}
+    assert not any(name.startswith(("framework", "torch", "numpy")) for name in modules)
 
 
 # A sweeper that chooses by results

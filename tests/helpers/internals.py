@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from framework.command.messages import interrupted_message, start_message, training_summary, unused_variables
     from framework.command.request import JobResult, Request
     from framework.command.resume import BaseRun, find_auto_run, find_base, names_a_run, saved_run
-    from framework.command.sweep import distinguishing, run_sweep, sweeper_direction
+    from framework.command.sweep import run_sweep, sweeper_direction
     from framework.config import assets as assets_module
     from framework.config import objects as objects_module
     from framework.config import source as source_module
@@ -204,6 +204,7 @@ if TYPE_CHECKING:
         typed_value,
         without_secret,
     )
+    from framework.launch.error_record import record_of
     from framework.launch.external import external_topology
     from framework.launch.fingerprint import Fingerprint, differences, fingerprint
     from framework.launch.fork_server import PRELOAD, ForkServer
@@ -267,9 +268,13 @@ if TYPE_CHECKING:
         find_sweep,
         newest_unfinished_sweep,
     )
+    from framework.sweeps.ranking import Row, best_trial, ranked_rows
+    from framework.sweeps.results import TrialResult, read_results
     from framework.sweeps.search import Asked, OptunaSearch, SearchSettings, importances
     from framework.sweeps.space import Choice, Integers, Space, Steps, split_space, value_text
     from framework.sweeps.space import Interval as FloatInterval
+    from framework.sweeps.student_t import two_sided_p, two_sided_quantile
+    from framework.sweeps.table import best_text, csv_text, distinguishing, table_text
     from framework.system import hardware as hardware_module
     from framework.system import run_dir as run_dir_module
     from framework.system.allocator import tune_malloc
@@ -286,6 +291,7 @@ if TYPE_CHECKING:
     from framework.system.hardware import Gpu, available_memory, cpu_count, processes_on_cores
     from framework.system.json_lines import metrics_fault
     from framework.system.late_dynamo import import_dynamo_late
+    from framework.system.loaded_modules import hashes_of_loaded_modules
     from framework.system.output import OutputError, ReaderGoneError, TolerantStream, answer, tolerant_output
     from framework.system.rank_log import logger as rank_logger
     from framework.system.rank_log import rank_log
@@ -299,7 +305,7 @@ if TYPE_CHECKING:
     from framework.training.flops import peak_of_gpu, peak_of_run
     from framework.training.length import Start, apply_limit, start_of, steps_per_epoch, total_steps
     from framework.training.loss_weights import SummedWeights
-    from framework.training.meter import Meter
+    from framework.training.meter import Meter, bad_loss
     from framework.training.rank_states import fingerprints
     from framework.training.stateful_metrics import StatefulMetrics
     from framework.training.step_output import media_of

@@ -12,11 +12,11 @@ from typing import final
 
 import torch
 
+from framework.monitoring.failure import OUT_OF_MEMORY
 from framework.system.hardware import available_memory
 
 # https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html
 _RESET_PEAK = "5"
-_OUT_OF_MEMORY = re.compile(r"out of memory|(can't allocate|not enough) memory|std::bad_alloc|_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -24,7 +24,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
-        if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)):
+        if isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)):
             return True
         error = error.__cause__
     return False

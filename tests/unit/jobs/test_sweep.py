@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from framework.errors import EXIT_STOPPED, ConfigError, RunError
-from tests.helpers.internals import JobResult, Request, Train, create_run_dir, distinguishing, parse, run_sweep
+from tests.helpers.internals import JobResult, Request, Train, create_run_dir, parse, run_sweep
 from tests.unit.config.raw import raw_config
 
 FOLDER = Path("outputs/multirun/x")
@@ -87,16 +87,3 @@ def test_an_interrupted_job_ends_the_sweep(run: Callable[..., int], capsys: pyte
     assert "stopped" not in out
     assert "Interrupted in job 1; 1 more were not started" in out
     assert "failed" not in out
-
-
-@pytest.mark.parametrize(
-    ("overrides", "labels"),
-    [
-        ([("a=1", "b=1"), ("a=1", "b=2")], ["b=1", "b=2"]),
-        ([("a=1", "b=1")], ["a=1 b=1"]),
-        ([("a=1",), ("b=1",)], ["a=1", "b=1"]),
-        ([("a=1",), ("a=1",)], ["", ""]),
-    ],
-)
-def test_jobs_are_labelled_by_what_differs(overrides: list[tuple[str, ...]], labels: list[str]) -> None:
-    assert distinguishing(overrides) == labels
