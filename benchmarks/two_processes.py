@@ -28,7 +28,8 @@ def contestants() -> list[Contestant]:
     length = ("--warm-up", str(WARM_UP), "--steps", str(STEPS), "--batch", str(BATCH), "--processes", "2")
     return [
         ours("ours", *toy_run(WARM_UP, STEPS, processes=2)),
-        peer("raw DDP, DataLoader", "raw_loop", *length, torchrun=2),
+        # Under load, plain DDP now and then aborts as it destroys its process group, after its last step.
+        peer("raw DDP, DataLoader", "raw_loop", *length, torchrun=2, may_abort=True),
         peer("Accelerate", "accelerate_loop", *length, needs="accelerate", torchrun=2),
         peer("Lightning as it comes", "lightning_fit", *length, needs="lightning"),
     ]

@@ -15,6 +15,7 @@ from framework.config.saved import written_config
 from framework.config.schema import Node, ProgressMode
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
+from framework.distributed.gloo_threads import let_gloo_finish_messages
 from framework.distributed.process_group import new_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
 from framework.engine.assemble import Assembled, assemble
@@ -23,6 +24,7 @@ from framework.engine.builders.optimizer import build_optimizer
 from framework.engine.builders.schedule import build_schedule
 from framework.engine.data_checks import check_metrics
 from framework.engine.setup import RankSetup
+from framework.engine.state_bytes import tensor_bytes
 from framework.optim.objectives import Objectives, objectives_of
 from framework.optim.param_groups import ParamGroups
 from framework.optim.schedule import Schedule, Schedules
@@ -33,6 +35,9 @@ from framework.training.stop_control import StopControl
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
 from framework.types import hooks
+
+# Gradients of at most this size are one bucket of DDP's, which is exchanged when the backward has computed all of them.
+_FIRST_BUCKET_BYTES = 1 << 20
 
 
 def build_trainer(
@@ -121,6 +126,9 @@ def _wrap(setup: RankSetup, model: nn.Module) -> nn.Module:
     wrapped = setup.strategy.wrap(model)
     # This longer time-out holds until the first step is done, which may compile and connect.
     set_group_timeouts(config.backend.init_timeout, setup.strategy.groups)
+    is_small = tensor_bytes(model.parameters()) <= _FIRST_BUCKET_BYTES
+    if setup.context.world_size > 1 and is_small:
+        let_gloo_finish_messages()
     if config.trainer.compile is not None:
         # In place, so that the names of weights stay as they are.
         wrapped.compile(mode=config.trainer.compile)

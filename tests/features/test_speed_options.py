@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 
-from framework import Datasets, StepOutput
+from framework import Datasets, Log, StepOutput
 from tests.helpers import results
 from tests.helpers.internals import make_context, rank_setup_module
 
@@ -96,6 +99,32 @@ def test_matmul_precision_is_set_before_building(train, setting, expected):
     data = (*NO_KEYWORDS, f"data.datasets._target_={__name__}.sees_precision", f"+data.datasets.expected={expected}")
     options = ("checkpoint=none", f"trainer.matmul_precision={setting}")
     train("recipe=toy", "logger=none", *data, *TWO, *options)
+
+
+def two_layers(width):
+    return nn.Sequential(nn.Linear(10, width), nn.Linear(width, 5))
+
+
+class LogsWaitingThreads:
+    """Logs the shares of gloo's and of all other threads that don't preempt when they wake up."""
+
+    def on_train_step_end(self, _info):
+        policies: dict[str, list[int]] = {"gloo": [], "others": []}
+        for thread in Path("/proc/self/task").iterdir():
+            group = "gloo" if "gloo" in (thread / "comm").read_text() else "others"
+            policies[group].append(os.sched_getscheduler(int(thread.name)))
+        return Log({name: each.count(os.SCHED_BATCH) / len(each) for name, each in policies.items()})
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("width", "share"), [(100, 1.0), (20_000, 0.0)])
+def test_gloo_preempts_only_for_large_models(train, width, share):
+    """A model of 100 columns has 7 kB of gradients, one of 20,000 has 1.3 MB."""
+    model = ("~model", f"+model._target_={__name__}.two_layers", f"+model.width={width}")
+    logs = (f"+callbacks.threads._target_={__name__}.LogsWaitingThreads", "checkpoint=none")
+    run_dir = train("recipe=toy", *SHORT, *TWO, *model, *logs)
+    assert results.curve(run_dir, "train/gloo") == {1: share, 2: share}
+    assert results.curve(run_dir, "train/others") == {1: 0.0, 2: 0.0}
 
 
 def notes_device():
