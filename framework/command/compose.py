@@ -12,12 +12,14 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from framework.command.check_trials import check_trials
 from framework.command.hydra_compose import (
     MULTIRUN,
     Hydra,
@@ -198,23 +200,22 @@ class _Command:
                 is_new = self._base.found is None
                 self._search_path = search_path(config.hydra.searchpath, must_exist=is_new)
 
-                # For each job, its configuration and its overrides. A file may ask for a sweep, too.
+                # A file may ask for a sweep, too.
                 is_sweep = self._is_sweep or config.hydra.mode is RunMode.MULTIRUN
-                if not is_sweep:
-                    composed = [resolved(config)]
-                else:
+                if is_sweep:
                     check_sweep(config.hydra, external_ranks=self._external_ranks)
                     if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
                         return self._run_sweeper(hydra, overrides, config)
-                    composed = [resolved(self._compose(run)) for run in grid(overrides, config.hydra)]
+                    combinations = grid(overrides, config.hydra)
+                else:
+                    raw, typed = resolved(config)
+            if is_sweep:
+                requests = check_trials(combinations, request_of=partial(self._trial, typed=overrides))
 
-        # All are composed and checked before the first one runs.
-        if not is_sweep:
-            raw, typed = composed[0]
-            request = self._request(raw, typed)
-            return load_job(request.config.job).run(request)
-        requests = [self._request(raw, typed, number=number) for number, (raw, typed) in enumerate(composed)]
-        return JobResult(run_sweep(requests))
+        if is_sweep:
+            return JobResult(run_sweep(requests))
+        request = self._request(raw, typed)
+        return load_job(request.config.job).run(request)
 
     def own_outputs(self, *, recipe: Any) -> list[Path]:
         """Return `path.outputs` of the command. recipe: one whose file may set it."""
@@ -273,6 +274,14 @@ class _Command:
             hydra.multirun(self._config_name, run_one, typed, with_log_configuration=False)
 
         return JobResult(run_chosen(config, typed=overrides, request_of=self._request, run_all=run_all))
+
+    def _trial(self, number: int, overrides: Sequence[str], *, typed: Sequence[str]) -> Request:
+        """Return what a trial of a sweep is given. typed: the command's overrides, all of whose mistakes are named."""
+        of_hydra = [text for text in typed if key_of(text).startswith("hydra")]
+        with self._explained(typed):
+            config = self._compose([*of_hydra, f"hydra.job.num={number}", *overrides])
+            raw, task_overrides = resolved(config)
+        return self._request(raw, task_overrides, number=number)
 
     def _request(self, composed: Mapping[str, Any], overrides: Sequence[str], *, number: int | None = None) -> Request:
         """Return what a job is given. number: of the job in a sweep."""

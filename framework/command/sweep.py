@@ -10,7 +10,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from framework.command.hydra_compose import resolved, split_sweep
-from framework.command.job import Job, load_job
+from framework.command.job import load_swept_job
 from framework.command.messages import resume_arguments, tensorboard_command
 from framework.command.request import JobResult, Request
 from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError, RunError, StoppedBySignalError
@@ -58,27 +58,23 @@ def check_sweep(settings: DictConfig, *, external_ranks: ExternalRanks | None) -
         )
 
 
-def grid(overrides: Sequence[str], settings: DictConfig) -> Iterator[list[str]]:
-    """Yield the overrides of each job of a sweep over all combinations of values.
+def grid(overrides: Sequence[str], settings: DictConfig) -> list[list[str]]:
+    """Return the overrides of each job of a sweep over all combinations of values, without Hydra's own overrides.
 
     settings: Hydra's section of the configuration, where a file may have values to sweep over.
     """
     params = [f"{key}={value}" for key, value in (settings.sweeper.params or {}).items()]
-    of_hydra, combinations = split_sweep([*params, *overrides])
-    for number, combination in enumerate(combinations):
-        yield [*of_hydra, f"hydra.job.num={number}", *combination]
+    return split_sweep([*params, *overrides])
 
 
 def run_sweep(requests: Sequence[Request]) -> int:
-    """Check all jobs, then run each, also after one has failed; return 1 if any failed, else 0.
+    """Run each job, also after one has failed; return 1 if any failed, else 0.
 
     A job that is stopped on request ends the sweep with EXIT_STOPPED, and KeyboardInterrupt ends it, both after the
-    table. Raises FrameworkError for a mistake in any job.
+    table. Raises ConfigError for jobs that can't go together.
     """
     if not requests:
         raise ConfigError("The sweep has no jobs: one of its ranges is empty.")
-    for request in requests:
-        _swept_job(request).check(request)
     outputs = [request.config.predict.output for request in requests if request.config.job == "predict"]
     if len(set(outputs)) < len(outputs):
         raise ConfigError(f"predict.output={outputs[0]} is that of several jobs. Give each its own.")
@@ -196,15 +192,6 @@ def _sub_run(request: Request) -> Path:
     return request.sub_run
 
 
-def _swept_job(request: Request) -> Job:
-    """Return the job. Raises ConfigError for one that answers for one run."""
-    name = request.config.job
-    job = load_job(name)
-    if not job.sweepable:
-        raise ConfigError(f"job={name} is about one run, so it can't go with a sweep (-m). Choose one of its jobs.")
-    return job
-
-
 @final
 class Sweep:
     """The jobs run so far. `run` prints how each ended, `close` prints the table."""
@@ -278,7 +265,7 @@ class _JobStoppedError(KeyboardInterrupt):
 def _run_caught(request: Request) -> JobResult:
     """Run a job and return how it ended. An exception is printed."""
     try:
-        return _swept_job(request).run(request)
+        return load_swept_job(request.config.job).run(request)
     except FrameworkError as error:
         print(shown(str(error)), file=sys.stderr, flush=True)
         return JobResult(error.exit_status)
