@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from framework.command import compose
-from framework.launch.fork_server import PRELOAD, ForkServer
+from framework.launch.fork_server import PRELOAD, ForkServer, OwnForkServer
 
 LIMIT_S = 60
 PROGRAM = """
@@ -222,7 +222,7 @@ def main() -> int:
     answer = os.fdopen(os.dup(1), "w")
     # What ranks print goes nowhere.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    server = ForkServer(PRELOAD)
+    server = OwnForkServer(PRELOAD)
     try:
         with tempfile.TemporaryDirectory() as folder:
             outcomes = fuzz(Path(folder), runs=arguments.runs, seed=arguments.seed, server=server)

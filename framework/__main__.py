@@ -80,9 +80,9 @@ def _run_command() -> int:
         return status
     if not _needs_fork_server(arguments):
         return _answer(arguments)
-    from framework.launch.fork_server import PRELOAD, ForkServer
+    from framework.launch.fork_server import PRELOAD, OwnForkServer
 
-    with closing(ForkServer(PRELOAD)) as fork_server:
+    with closing(OwnForkServer(PRELOAD)) as fork_server:
         return _answer(arguments, fork_server=fork_server)
 
 

@@ -104,9 +104,9 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     """One fork server for all tests that only need ranks: loading torch costs seconds each time."""
-    from tests.helpers.internals import PRELOAD, SLOW_TO_IMPORT, ForkServer
+    from tests.helpers.internals import PRELOAD, SLOW_TO_IMPORT, OwnForkServer
 
-    server = ForkServer((*PRELOAD, *SLOW_TO_IMPORT))
+    server = OwnForkServer((*PRELOAD, *SLOW_TO_IMPORT))
     yield server
     server.close()
 

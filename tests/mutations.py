@@ -702,10 +702,10 @@ JOBS = [
     ),
     Mutation(
         name="sweep-fails-only-if-all-jobs-do",
-        caught_by="tests/unit/jobs/test_sweep.py::test_a_failing_job_is_shown_and_others_run",
-        within="Sweep.close",
-        old="EXIT_RUN_FAILED if self._failed else 0",
-        new="EXIT_RUN_FAILED if len(self._failed) == len(self._ended) else 0",
+        caught_by="tests/features/test_sweeps.py::test_a_failing_trial_does_not_end_the_sweep",
+        within="Worker.run",
+        old="EXIT_RUN_FAILED if self._has_failed else 0",
+        new="EXIT_RUN_FAILED if self._has_failed and self._is_stopping else 0",
         what="A sweep exits with status 0 though one of its jobs has failed.",
     ),
     Mutation(

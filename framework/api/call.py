@@ -22,7 +22,7 @@ from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError, RequestError, RunError
 from framework.launch.cluster_environment import detect
-from framework.launch.fork_server import PRELOAD, ForkServer
+from framework.launch.fork_server import PRELOAD, ForkServer, OwnForkServer
 from framework.monitoring.report import FailureReport, render
 from framework.types import Datasets
 
@@ -337,10 +337,10 @@ def _check_caller() -> None:
 def _fork_server() -> Iterator[ForkServer]:
     """Yield a fork server; that of the main thread is kept for the next call, which then starts in half a second."""
     if threading.current_thread() is not threading.main_thread():
-        with closing(ForkServer(PRELOAD)) as server:
+        with closing(OwnForkServer(PRELOAD)) as server:
             yield server
         return
     if not (_kept_servers and _kept_servers[0].alive):
-        _kept_servers[:] = [ForkServer(PRELOAD)]
+        _kept_servers[:] = [OwnForkServer(PRELOAD)]
         atexit.register(_kept_servers[0].close)
     yield _kept_servers[0]

@@ -12,14 +12,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from framework.command.check_trials import check_trials
 from framework.command.hydra_compose import (
     MULTIRUN,
     Hydra,
@@ -37,13 +35,12 @@ from framework.command.hydra_compose import (
 from framework.command.job import check_request, load_job
 from framework.command.mistakes import explain, refuse_words
 from framework.command.request import JobResult, PythonCall, Request
-from framework.command.resume import BaseRun, find_base, names_a_run, own_outputs
-from framework.command.sweep import check_sweep, grid, run_chosen, run_sweep
-from framework.command.words import is_override
+from framework.command.resume import BaseRun, find_base, is_trusted, names_a_run, own_outputs, typed_path
+from framework.command.words import is_of_sweeps, is_override
 from framework.config.assets import docs_dir, import_from_working_dir, user_config_dir
 from framework.config.parse import listed_values, normalize_override, parse
 from framework.config.renamed import present_override
-from framework.config.saved import key_of, search_path_override, value_of
+from framework.config.saved import key_of, merge_overrides, search_path_override, value_of
 from framework.errors import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
@@ -58,6 +55,7 @@ from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
 
 if TYPE_CHECKING:
+    from framework.command.sweep import SavedSweep, SweepRequest
     from framework.launch.fork_server import ForkServer
     from framework.launch.handshake import ExternalRanks
 
@@ -143,6 +141,13 @@ def _by_present_names(override: str) -> str:
     return present
 
 
+def _refuse_sweep_keys(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for settings of sweeps in a command that makes one run."""
+    of_sweeps = [text for text in overrides if is_of_sweeps(text)]
+    if of_sweeps:
+        raise ConfigError(f"{of_sweeps[0]} is for sweeps. Type -m too, to make one, or leave it out.")
+
+
 class _Command:
     """One command: its arguments, and what is composed, checked and run for them."""
 
@@ -184,8 +189,15 @@ class _Command:
                 if key_of(text) == "hydra.searchpath":
                     # Raises ConfigError for a folder that isn't there.
                     search_path(value_of(text))
+            saved = self._saved_sweep()
+            typed = self._typed
+            if saved is not None:
+                typed = merge_overrides(saved.plan.overrides, self._changes)
+            elif self._is_sweep:
+                # `resume=auto` has found none.
+                typed = [text for text in typed if key_of(text) != "resume"]
             self._base, overrides = find_base(
-                self._typed, compose=self._compose_raw, change=with_override, swept=self._is_sweep
+                typed, compose=self._compose_raw, change=with_override, swept=self._is_sweep
             )
             with self._explained(overrides) as hydra:
                 if self._show(hydra, overrides):
@@ -193,28 +205,26 @@ class _Command:
 
                 common = overrides
                 if self._is_sweep:
-                    # What all runs of the sweep have in common.
+                    # What all trials of the sweep have in common.
                     common = without_swept(overrides, hydra)
                 config = self._compose(common)
                 refuse_unused(common, config, compose=self._compose)
                 is_new = self._base.found is None
                 self._search_path = search_path(config.hydra.searchpath, must_exist=is_new)
-
                 # A file may ask for a sweep, too.
                 is_sweep = self._is_sweep or config.hydra.mode is RunMode.MULTIRUN
                 if is_sweep:
-                    check_sweep(config.hydra, external_ranks=self._external_ranks)
-                    if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
-                        return self._run_sweeper(hydra, overrides, config)
-                    combinations = grid(overrides, config.hydra)
+                    sweep = self._sweep_request(config, overrides=overrides, saved=saved)
                 else:
-                    raw, typed = resolved(config)
+                    _refuse_sweep_keys(overrides)
+                    raw, task_overrides = resolved(config)
             if is_sweep:
-                requests = check_trials(combinations, request_of=partial(self._trial, typed=overrides))
+                from framework.command.sweep import run_sweep
 
-        if is_sweep:
-            return JobResult(run_sweep(requests))
-        request = self._request(raw, typed)
+                # A search composes trials while others run.
+                return run_sweep(sweep)
+
+        request = self._request(raw, task_overrides)
         return load_job(request.config.job).run(request)
 
     def own_outputs(self, *, recipe: Any) -> list[Path]:
@@ -263,25 +273,68 @@ class _Command:
         check_answered()
         return True
 
-    def _run_sweeper(self, hydra: Hydra, overrides: list[str], config: DictConfig) -> JobResult:
-        """Run the jobs as a sweeper such as Optuna's chooses them, by their results."""
-        # For the sweeper's own files.
-        folder = Path(config.path.outputs, "multirun", self._sweep_name)
+    # Sweeps
 
-        def run_all(run_one: Any, direction: list[str]) -> None:
-            """Have Hydra call `run_one` for each job that the sweeper chooses. direction: overrides of its search."""
-            typed = [*overrides, *direction, MULTIRUN, f"hydra.sweep.dir='{folder}'"]
-            hydra.multirun(self._config_name, run_one, typed, with_log_configuration=False)
+    @property
+    def _changes(self) -> list[str]:
+        """What is typed, apart from the names of runs and sweeps."""
+        return [text for text in self._typed if not names_a_run(text) and key_of(text) != "sweep.worker"]
 
-        return JobResult(run_chosen(config, typed=overrides, request_of=self._request, run_all=run_all))
+    def _saved_sweep(self) -> SavedSweep | None:
+        """Return the sweep on disk that the command continues; None if it begins one, or is no sweep.
 
-    def _trial(self, number: int, overrides: Sequence[str], *, typed: Sequence[str]) -> Request:
-        """Return what a trial of a sweep is given. typed: the command's overrides, all of whose mistakes are named."""
-        of_hydra = [text for text in typed if key_of(text).startswith("hydra")]
-        with self._explained(typed):
-            config = self._compose([*of_hydra, f"hydra.job.num={number}", *overrides])
-            raw, task_overrides = resolved(config)
-        return self._request(raw, task_overrides, number=number)
+        Raises ConfigError if there is no such sweep, or it isn't known to be the user's.
+        """
+        name = typed_path(self._typed, "sweep.worker")
+        if name is not None:
+            self._is_sweep = True
+        elif self._is_sweep:
+            name = typed_path(self._typed, "resume")
+        if name is None:
+            return None
+        from framework.command.sweep import find_saved_sweep
+
+        saved = find_saved_sweep(
+            name,
+            outputs=lambda: own_outputs(self._typed, compose=self._compose_raw),
+            is_trusted=is_trusted(self._typed),
+        )
+        if saved is None:
+            return None
+        self._sweep_name = saved.folder.path.name
+        return saved
+
+    def _sweep_request(self, config: DictConfig, *, overrides: Sequence[str], saved: SavedSweep | None) -> SweepRequest:
+        """Return what the command asks of a sweep. config: what its trials have in common."""
+        from framework.command.sweep import SweepRequest, check_sweep
+
+        check_sweep(config.hydra, external_ranks=self._external_ranks)
+        params = config.hydra.sweeper.params or {}
+        of_hydra = [text for text in overrides if key_of(text).startswith("hydra")]
+        raw, _ = resolved(config)
+
+        def compose_trials(combinations: Sequence[Sequence[str]]) -> list[Request]:
+            """Return the checked request of each trial. Raises ConfigError for a mistake in any."""
+            requests = []
+            for number, combination in enumerate(combinations):
+                with self._explained(combination):
+                    composed = self._compose([*of_hydra, f"hydra.job.num={number}", *combination])
+                    trial_raw, trial_overrides = resolved(composed)
+                requests.append(self._request(trial_raw, trial_overrides, number=number))
+            return requests
+
+        return SweepRequest(
+            common=parse(self._base.configuration(raw)),
+            # Values to sweep over, in a file or typed.
+            overrides=[*(f"{key}={value}" for key, value in params.items()), *overrides],
+            compose_trials=compose_trials,
+            saved=saved,
+            adds_trials=any(not is_of_sweeps(text) for text in self._changes),
+            typed=tuple(text for text in self._base.typed if key_of(text) not in ("sweep.worker", "sweep.retry")),
+            arguments=tuple(self._arguments),
+            search_path=self._search_path,
+            fork_server=self._fork_server,
+        )
 
     def _request(self, composed: Mapping[str, Any], overrides: Sequence[str], *, number: int | None = None) -> Request:
         """Return what a job is given. number: of the job in a sweep."""
@@ -289,13 +342,15 @@ class _Command:
         if self._call is not None and self._call.name is not None:
             raw["recipe"] = self._call.name
         config = parse(raw)
+        # How a sweep is run isn't part of a run.
+        raw.pop("sweep", None)
         all_overrides = self._base.overrides or overrides
-        overrides = tuple(text for text in all_overrides if not names_a_run(text))
+        overrides = tuple(text for text in all_overrides if not names_a_run(text) and not is_of_sweeps(text))
         parent_run = self._base.parent_run
         arguments = self._arguments
         sub_run = None
         if number is not None:
-            # The command that would run this job alone.
+            # The command that would run this trial alone.
             arguments = [*self._own_flags(), *filter(names_a_run, self._base.typed), *overrides]
             folder = Path(config.path.outputs, "multirun")
             if parent_run is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from framework.command.launcher import Placement, place
 from framework.config.schema import Config
 from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import ExternalRanks
+from framework.launch.plan import RunProgress
 from framework.monitoring.report import FailureReport
 from framework.system.run_dir import RunDir
 
@@ -61,6 +62,10 @@ class Request:
     sub_run: Path | None = None
     # Set on rank 0 of ranks that torchrun, srun or Kubernetes started: its connection to the others.
     external_ranks: ExternalRanks | None = None
+    # True: a training doesn't evaluate the test part at its end, so that trials aren't chosen by it.
+    skips_test: bool = False
+    # Called a few times a second while the ranks run.
+    on_progress: Callable[[RunProgress], None] | None = None
     # The run whose checkpoint is used; results go into a directory inside it. None: into `path.outputs`.
     parent_run: Path | None = None
 

@@ -88,7 +88,7 @@ class BaseRun:
             raise ConfigError(f"{self.found.key} can't go with init_from: each names initial weights. Leave one out.")
         raw = self._saved_with_typed(self.found, composed)
         _check_secrets(raw, self.found.run_dir)
-        return _started_from(self.found, raw)
+        return started_from(self.found, raw)
 
     def _saved_with_typed(self, found: SavedRun, composed: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved configuration with what is typed."""
@@ -109,7 +109,9 @@ class BaseRun:
         return run_dir if is_run(run_dir) else None
 
 
-def find_base(typed: Sequence[str], *, compose: Compose, change: Change, swept: bool) -> tuple[BaseRun, list[str]]:
+def find_base(
+    typed: Sequence[str], *, compose: Compose, change: Change, swept: bool = False
+) -> tuple[BaseRun, list[str]]:
     """Return what a command's configurations are based on, and the overrides to compose.
 
     If the files of which a saved run was composed aren't there, its config.yaml alone is used.
@@ -119,16 +121,14 @@ def find_base(typed: Sequence[str], *, compose: Compose, change: Change, swept: 
         change: applies an override to a configuration.
         swept: the overrides are for the jobs of a sweep.
     """
-    if swept and _typed_path(typed, _RESUME) is not None:
-        raise ConfigError("resume can't go with a sweep: all jobs would write to one directory. Leave -m out.")
     typed = find_auto_run(typed, compose=compose)
-    is_trusted = _is_trusted(typed)
+    may_run_code = is_trusted(typed)
     found = saved_run(typed)
     if found is None:
         return BaseRun(None, without_typed=None, typed=tuple(typed)), typed
 
     # Before anything of the run is composed: a search path may name a package to import.
-    if not is_trusted and not _was_allowed_before(typed, compose=compose):
+    if not may_run_code and not _was_allowed_before(typed, compose=compose):
         outputs = own_outputs(typed, compose=compose, recipe=found.raw.get("recipe"))
         check_trust(found, outputs=outputs, asked_by="type trust=true")
 
@@ -152,7 +152,7 @@ def find_base(typed: Sequence[str], *, compose: Compose, change: Change, swept: 
 
 def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
     """Replace `resume=auto` by the recipe's newest unfinished run in `path.outputs`, or drop it; print which."""
-    if _typed_path(typed, _RESUME) != "auto":
+    if typed_path(typed, _RESUME) != "auto":
         return list(typed)
     others = [text for text in typed if key_of(text) != _RESUME]
     composed = compose([text for text in others if not names_a_run(text)])
@@ -190,7 +190,7 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
     """
     paths: dict[str, str] = {}
     for key in _KEYS:
-        path = _typed_path(typed, key)
+        path = typed_path(typed, key)
         if path is not None:
             paths[key] = path
     if not paths:
@@ -231,7 +231,8 @@ def names_a_run(override: str) -> bool:
     return key_of(override) in (*_KEYS, _TRUST)
 
 
-def _typed_path(typed: Sequence[str], key: str) -> str | None:
+def typed_path(typed: Sequence[str], key: str) -> str | None:
+    """Return the path that is typed for a key; None if there is none. Raises ConfigError for anything but one text."""
     overrides = [text for text in typed if key_of(text) == key]
     if not overrides:
         return None
@@ -265,7 +266,8 @@ def own_outputs(typed: Sequence[str], *, compose: Compose, recipe: Any = None) -
     return list(outputs)
 
 
-def _is_trusted(typed: Sequence[str]) -> bool:
+def is_trusted(typed: Sequence[str]) -> bool:
+    """Return True if `trust=true` is typed. Raises ConfigError for a value that is no truth value."""
     answers = [text for text in typed if key_of(text) == _TRUST]
     if not answers:
         return False
@@ -390,7 +392,7 @@ def _check_secrets(raw: Mapping[str, Any], run_dir: RunDir) -> None:
         )
 
 
-def _started_from(found: SavedRun, raw: Mapping[str, Any]) -> dict[str, Any]:
+def started_from(found: SavedRun, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with the keys that name the run which the command starts from."""
     started = {**raw, _TRUST: False, "resume": None}
     checkpoint_path = None

@@ -139,6 +139,8 @@ def _node_setup(request: Request, placement: Placement, *, trains: bool) -> Node
         is_resumable=trains and config.checkpoint.enabled and not config.trainer.fast_dev_run,
         arguments=tuple(sys.argv[1:]),
         external_ranks=request.external_ranks,
+        skips_test=request.skips_test,
+        on_progress=request.on_progress,
     )
 
 

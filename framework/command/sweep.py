@@ -1,46 +1,60 @@
-"""A sweep: jobs run one after another from one fork server; a line when each ends, a table when all have.
+"""A sweep (-m): its trials are planned, checked and written to disk, then a worker runs them; a table closes it.
 
-`grid` makes the runs of all combinations of values, which `run_sweep` runs. Another sweeper, such as Optuna's, chooses
-each run by the results of those before: `run_chosen`.
+A sweep that is on disk is continued: what has finished is skipped, what was interrupted is resumed, and new values add
+trials. `run_sweep` does both.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
 import sys
-import textwrap
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from framework.command.hydra_compose import resolved, split_sweep
-from framework.command.job import load_swept_job
-from framework.command.messages import resume_arguments, tensorboard_command
+from framework.checkpoint.layout import BEST
+from framework.command.hydra_compose import current_hydra, is_swept, split_sweep
+from framework.command.job import Job, load_job
+from framework.command.messages import tensorboard_command
 from framework.command.request import JobResult, Request
-from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, ConfigError, FrameworkError, RunError, StoppedBySignalError
-from framework.sweeps.table import distinguishing
-from framework.system.formatting import display_path, format_count, format_facts, format_table
-from framework.system.run_dir import RunDir
-from framework.system.shown_text import shown
-
-if TYPE_CHECKING:
-    from framework.launch.handshake import ExternalRanks
-
-# Where Hydra's sweepers have the direction of their search, with its value for each `checkpoint.mode`.
-_DIRECTIONS = {
-    # Optuna's.
-    "direction": {"min": "minimize", "max": "maximize"},
-    # Nevergrad's.
-    "optim.maximize": {"min": "false", "max": "true"},
-    # Ax's.
-    "ax_config.experiment.minimize": {"min": "true", "max": "false"},
-    "ax_config.early_stop.minimize": {"min": "true", "max": "false"},
-}
-_BETTER = {"min": "lower", "max": "higher"}
+from framework.command.resume import started_from
+from framework.command.slots import Slot, make_slots
+from framework.command.sweep_plan import sweep_plan_text
+from framework.command.trials import PRUNED, GridTrials, SearchTrials, Trials, needs_work
+from framework.command.trust import why_not_owned
+from framework.command.words import is_of_sweeps
+from framework.command.worker import Worker
+from framework.config.parse import parse
+from framework.config.saved import is_run, key_of, load_checkpoint, load_saved, path_argument, resume_argument
+from framework.config.schema import Config, Node, SweepConfig
+from framework.errors import EXIT_STOPPED, ConfigError
+from framework.launch.fork_server import ForkServer
+from framework.launch.handshake import ExternalRanks
+from framework.sweeps.claims import Claims
+from framework.sweeps.folder import (
+    SWEEPS,
+    SearchPlan,
+    SweepFolder,
+    SweepPlan,
+    TrialPlan,
+    config_hash,
+    find_sweep,
+    newest_unfinished_sweep,
+)
+from framework.sweeps.ranking import best_trial, ranked_rows
+from framework.sweeps.results import read_results
+from framework.sweeps.search import OptunaSearch, SearchSettings
+from framework.sweeps.space import Space, split_space
+from framework.sweeps.table import best_text, csv_text, table_text
+from framework.system.formatting import display_path, format_count, format_facts
+from framework.system.output import answer
+from framework.system.run_dir import create_run_dir, write_atomically
 
 
 def check_sweep(settings: DictConfig, *, external_ranks: ExternalRanks | None) -> None:
@@ -50,233 +64,437 @@ def check_sweep(settings: DictConfig, *, external_ranks: ExternalRanks | None) -
             f"-m makes several runs, and {external_ranks.cluster.starter} has started these processes for one.\n"
             "Leave -m out, or type launcher=local and start the command once."
         )
-    # Other launchers pickle jobs.
+    launcher = settings.runtime.choices["hydra/launcher"]
+    # Others pickle jobs for machines of their own.
     if not settings.launcher._target_.endswith(".BasicLauncher"):
         raise ConfigError(
-            f"hydra/launcher={settings.runtime.choices['hydra/launcher']} can't be used: a sweep runs its jobs "
-            "one after another. Use hydra/launcher=basic; to run jobs at the same time, start a command for each."
+            f"hydra/launcher={launcher} can't be used: a sweep starts its trials itself. Leave it out; sweep.jobs=N "
+            "runs N trials at a time, and sweep.worker=SWEEP on another machine helps with them."
+        )
+    sweeper = settings.runtime.choices["hydra/sweeper"]
+    if not settings.sweeper._target_.endswith(".BasicSweeper"):
+        raise ConfigError(
+            f"hydra/sweeper={sweeper} can't be used: a sweep is a grid, or a search by Optuna. Type sweep=optuna "
+            "sweep.n_trials=40 instead."
         )
 
 
-def grid(overrides: Sequence[str], settings: DictConfig) -> list[list[str]]:
-    """Return the overrides of each job of a sweep over all combinations of values, without Hydra's own overrides.
+@dataclass(frozen=True)
+class SavedSweep:
+    """A sweep on disk."""
 
-    settings: Hydra's section of the configuration, where a file may have values to sweep over.
-    """
-    params = [f"{key}={value}" for key, value in (settings.sweeper.params or {}).items()]
-    return split_sweep([*params, *overrides])
-
-
-def run_sweep(requests: Sequence[Request]) -> int:
-    """Run each job, also after one has failed; return 1 if any failed, else 0.
-
-    A job that is stopped on request ends the sweep with EXIT_STOPPED, and KeyboardInterrupt ends it, both after the
-    table. Raises ConfigError for jobs that can't go together.
-    """
-    if not requests:
-        raise ConfigError("The sweep has no jobs: one of its ranges is empty.")
-    outputs = [request.config.predict.output for request in requests if request.config.job == "predict"]
-    if len(set(outputs)) < len(outputs):
-        raise ConfigError(f"predict.output={outputs[0]} is that of several jobs. Give each its own.")
-
-    print(f"{format_count(len(requests), 'job')} in {display_path(_sub_run(requests[0]).parent)}", flush=True)
-    sweep = Sweep()
-    labels = distinguishing([request.overrides for request in requests])
-    for number, (request, label) in enumerate(zip(requests, labels, strict=True)):
-        try:
-            sweep.run(request, label=label)
-        except KeyboardInterrupt as interrupt:
-            how = "Stopped" if isinstance(interrupt, (StoppedBySignalError, _JobStoppedError)) else "Interrupted"
-            print(f"\n{how} in job {number}; {len(requests) - number - 1} more were not started.")
-            sweep.close()
-            if isinstance(interrupt, _JobStoppedError):
-                return EXIT_STOPPED
-            raise
-    return sweep.close()
+    folder: SweepFolder
+    plan: SweepPlan
 
 
-def run_chosen(
-    config: DictConfig,
-    *,
-    typed: Sequence[str],
-    request_of: Callable[..., Request],
-    run_all: Callable[[Callable[[DictConfig], float | None], list[str]], None],
-) -> int:
-    """Run the jobs as a sweeper such as Optuna's chooses them, by their results; return the exit status.
+def find_saved_sweep(name: str, *, outputs: Callable[[], Sequence[Path]], is_trusted: bool) -> SavedSweep | None:
+    """Return the sweep that `resume=NAME` names; None if NAME is `auto` and none is unfinished.
+
+    Raises ConfigError if there is none of this name, if it can't be read, or if it isn't known to be the user's.
 
     Args:
-        config: composed without the values to sweep over.
-        typed: the command's overrides.
-        request_of: returns the request of a job, given what `resolved` returns and its number.
-        run_all: has the sweeper call a function with the configuration of each job, given further overrides.
+        outputs: returns the folders in which `auto` looks.
+        is_trusted: the user has typed trust=true.
     """
-    checkpoint = config.checkpoint
-    sweeper: Any = OmegaConf.to_container(config.hydra.sweeper, enum_to_str=True)
-    direction = sweeper_direction(sweeper, typed=typed, mode=checkpoint.mode, monitor=checkpoint.monitor)
-    sweep = Sweep()
+    if name == "auto":
+        return _newest_unfinished(outputs())
+    folder = find_sweep(name)
+    reason = why_not_owned(folder.path)
+    if reason is not None and not is_trusted:
+        raise ConfigError(
+            f"{display_path(folder.path)} isn't known to be yours: {reason}. Its trials would run what its sweep.json "
+            "says. Read it, then type trust=true."
+        )
+    return SavedSweep(folder, SweepPlan.read_with_secrets(folder))
 
-    def run_one(job_config: DictConfig) -> float | None:
-        raw, overrides = resolved(job_config)
-        request = request_of(raw, overrides, number=HydraConfig.get().job.num)
-        settings = request.config.checkpoint
-        if settings.monitor != checkpoint.monitor or settings.mode != checkpoint.mode:
+
+def _newest_unfinished(outputs: Sequence[Path]) -> SavedSweep | None:
+    """Return the newest unfinished sweep in these folders, or None; print which."""
+    for place in outputs:
+        folder = newest_unfinished_sweep(place, is_own=_is_own)
+        if folder is not None:
+            print(f"resume=auto: {display_path(folder.path)}", file=sys.stderr, flush=True)
+            return SavedSweep(folder, SweepPlan.read_with_secrets(folder))
+    sweeps = display_path(outputs[0] / SWEEPS)
+    print(f"resume=auto: no unfinished sweep in {sweeps}; a new one begins", file=sys.stderr, flush=True)
+    return None
+
+
+def _is_own(folder: SweepFolder) -> bool:
+    return why_not_owned(folder.path, checks_writers=False) is None
+
+
+# What is to be run
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """What a command asks of a sweep."""
+
+    # What all trials have in common.
+    common: Config
+    # With values to sweep over.
+    overrides: Sequence[str]
+    # Composes and checks a trial for each list of overrides.
+    compose_trials: Callable[[Sequence[Sequence[str]]], list[Request]]
+    # The sweep on disk that the command continues; None: it begins one.
+    saved: SavedSweep | None
+    # If what is typed may add trials to it.
+    adds_trials: bool
+    # What is typed, and for a sweep that is continued, what was typed before.
+    typed: tuple[str, ...]
+    # The arguments of the command.
+    arguments: tuple[str, ...]
+    search_path: tuple[str, ...]
+    fork_server: ForkServer | None
+
+    @property
+    def settings(self) -> SweepConfig:
+        return self.common.sweep
+
+
+def run_sweep(asked: SweepRequest) -> JobResult:
+    """Plan the trials, run those that are left, print the table; return the exit status of the command.
+
+    Raises FrameworkError for a mistake in any trial, before the first one starts.
+    """
+    _refuse_swept_settings(asked)
+    if asked.settings.sampler is not None:
+        return JobResult(_search(asked, asked.settings.sampler))
+    if asked.settings.n_trials is not None:
+        raise ConfigError(
+            f"sweep.n_trials={asked.settings.n_trials} is for a search, and this is a grid. Type sweep=optuna, or "
+            "leave it out."
+        )
+    combinations: list[list[str]] = []
+    if asked.saved is None or asked.adds_trials:
+        combinations = grid(asked.overrides)
+    requests = asked.compose_trials(combinations)
+    if asked.common.job == "plan":
+        answer(sweep_plan_text(requests, asked.settings))
+        return JobResult(0)
+
+    left = _left_of(asked, known={config_hash(request.raw) for request in requests})
+    runnable = [*requests, *left]
+    _check_trials(runnable, is_new=asked.saved is None)
+    slots = _slots(asked, runnable, count=len(runnable))
+    folder, plan = _written(asked, requests)
+    return JobResult(_run_grid(asked, folder, plan, requests=runnable, slots=slots))
+
+
+def grid(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each trial of a sweep over all combinations of values."""
+    _, combinations = split_sweep(overrides)
+    return combinations
+
+
+def _refuse_swept_settings(asked: SweepRequest) -> None:
+    for text in asked.overrides:
+        if is_of_sweeps(text) and is_swept(text):
+            raise ConfigError(f"{text}: settings of the sweep itself can't be swept over. Give it one value.")
+
+
+def _left_of(asked: SweepRequest, *, known: set[str]) -> list[Request]:
+    """Return the requests of the saved sweep's unfinished trials, apart from those with a known hash.
+
+    Raises ConfigError if a trial would be another one today.
+    """
+    if asked.saved is None:
+        return []
+    folder = asked.saved.folder
+    plans = asked.saved.plan.trials
+    retries_failed = asked.settings.retry == "failed"
+    left = []
+    for plan, result in zip(plans, read_results(folder, plans), strict=True):
+        if plan.config_hash not in known and needs_work(result, retries_failed=retries_failed):
+            left.append(plan)
+    requests = asked.compose_trials([plan.overrides for plan in left])
+    for plan, request in zip(left, requests, strict=True):
+        if config_hash(request.raw) != plan.config_hash:
             raise ConfigError(
-                "checkpoint.monitor and checkpoint.mode say what the sweeper looks for, so they must be the same "
-                "in all jobs. Don't sweep over them."
+                f"Trial {plan.number} of {display_path(folder.path)} would have another configuration today than when "
+                "the sweep began: a recipe, or another file that it is composed of, has changed.\n"
+                "Restore it, or start a new sweep."
             )
-        label = " ".join(request.overrides)
-        result = sweep.run(request, label=label)
-        if result.status != 0:
-            raise RunError(f"The job {label} failed with exit status {result.status}.")
-        return result.score
+    return requests
 
+
+def _check_trials(requests: Sequence[Request], *, is_new: bool) -> None:
+    """Raise FrameworkError for what is wrong with any of the trials."""
+    if not requests and is_new:
+        raise ConfigError("The sweep has no trials: one of its ranges is empty.")
+    for request in requests:
+        _swept_job(request).check(request)
+    outputs = [request.config.predict.output for request in requests if request.config.job == "predict"]
+    if len(set(outputs)) < len(outputs):
+        raise ConfigError(f"predict.output={outputs[0]} is that of several trials. Give each its own.")
+
+
+def _swept_job(request: Request) -> Job:
+    """Return the job of a trial. Raises ConfigError for one that answers for one run."""
+    name = request.config.job
+    job = load_job(name)
+    if not job.sweepable:
+        raise ConfigError(f"job={name} is about one run, so it can't go with a sweep (-m). Name one of the trials.")
+    return job
+
+
+def _written(asked: SweepRequest, requests: Sequence[Request]) -> tuple[SweepFolder, SweepPlan]:
+    """Write the sweep to disk, or add its new trials there; return it."""
+    plans: dict[str, TrialPlan] = {}
+    for request in requests:
+        key = config_hash(request.raw)
+        plans.setdefault(key, TrialPlan(len(plans), request.overrides, key))
+    if asked.saved is None:
+        return _created(asked, requests[0], trials=tuple(plans.values()), search=None)
+    folder = asked.saved.folder
+    if asked.saved.plan.search is not None:
+        raise ConfigError(f"{display_path(folder.path)} is a search. Type sweep=optuna to continue it.")
+    folder.add_trials(list(plans.values()))
+    return folder, SweepPlan.read_with_secrets(folder)
+
+
+def _created(
+    asked: SweepRequest, first: Request, *, trials: tuple[TrialPlan, ...], search: SearchPlan | None
+) -> tuple[SweepFolder, SweepPlan]:
+    """Make the folder of a new sweep, with its plan; return it. first: one of its trials."""
+    assert first.sub_run is not None
+    folder = SweepFolder(first.sub_run.parent)
+    plan = SweepPlan(
+        created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        arguments=asked.arguments,
+        overrides=asked.typed,
+        search_path=asked.search_path,
+        job=asked.common.job,
+        recipe=asked.common.recipe,
+        monitor=first.config.checkpoint.monitor,
+        mode=first.config.checkpoint.mode,
+        over=asked.settings.over,
+        search=search,
+        trials=trials,
+    )
+    create_run_dir(folder.path.parent, name=folder.path.name)
+    plan.write(folder)
+    return folder, plan
+
+
+# A search
+
+
+def _search(asked: SweepRequest, sampler: Node) -> int:
+    """Run a search, a new one or one that is continued; return the exit status."""
+    over = [text for text in asked.overrides if key_of(text) in asked.settings.over and is_swept(text)]
+    others = [text for text in asked.overrides if text not in over and not key_of(text).startswith("hydra")]
+    fixed, space = split_space(others, loader=current_hydra().config_loader)
+    blocks = grid(over) if over else [[]]
+    settings = _search_settings(asked, space, sampler=sampler)
+    settings.check()
+
+    def compose(chosen: Sequence[str]) -> list[Request]:
+        return asked.compose_trials([[*fixed, *chosen, *block] for block in blocks])
+
+    candidates = []
+    for chosen in space.samples():
+        candidates += compose(chosen)
+    if asked.common.job == "plan":
+        raise ConfigError("job=plan shows the trials of a grid, and those of a search aren't known before they run.")
+    _check_trials(candidates, is_new=True)
+
+    count = settings.n_trials * len(blocks)
+    slots = _slots(asked, candidates[: len(blocks)], count=count)
+    if asked.saved is None:
+        folder, plan = _created(asked, candidates[0], trials=(), search=settings.plan())
+    else:
+        folder = asked.saved.folder
+        settings.check_continues(asked.saved.plan)
+        plan = folder.update(lambda saved: replace(saved, search=settings.plan()))
+    claims = _claims_of(folder)
+    trials = SearchTrials(
+        folder, OptunaSearch(settings, folder), claims=claims, compose=compose, retries=asked.settings.retries
+    )
+    print(f"A search of {format_count(count, 'trial')} in {display_path(folder.path)}{_at_a_time(slots)}", flush=True)
+    return _run(
+        asked, folder, plan, trials=trials, claims=claims, slots=slots, requests=trials.requests, common=set(fixed)
+    )
+
+
+def _search_settings(asked: SweepRequest, space: Space, *, sampler: Node) -> SearchSettings:
+    """Return what the search is to do. Raises ConfigError if that isn't said, or can't be compared."""
+    checkpoint = asked.common.checkpoint
+    n_trials = asked.settings.n_trials
+    if n_trials is None:
+        raise ConfigError("A search needs sweep.n_trials=N, the number of its trials.")
+    if checkpoint.monitor is None:
+        raise ConfigError(
+            "A search compares its trials by checkpoint.monitor: set it to a metric of the validation, and "
+            "checkpoint.mode to min or max."
+        )
+    for dimension in space.dimensions:
+        if dimension.lstrip("+") in ("checkpoint.monitor", "checkpoint.mode", "job"):
+            raise ConfigError(f"{dimension} must be the same in all trials of a search. Give it one value.")
+    return SearchSettings(
+        space=space,
+        sampler=sampler,
+        pruner=asked.settings.pruner,
+        n_trials=n_trials,
+        mode=checkpoint.mode,
+        seed=asked.common.seed,
+    )
+
+
+# Running
+
+
+def _run_grid(
+    asked: SweepRequest, folder: SweepFolder, plan: SweepPlan, *, requests: Sequence[Request], slots: Sequence[Slot]
+) -> int:
+    """Run the trials of a grid that are left; return the exit status. requests: of those that may be run."""
+    settings = asked.settings
+    by_hash = {config_hash(request.raw): request for request in requests}
+    by_number = {trial.number: by_hash[trial.config_hash] for trial in plan.trials if trial.config_hash in by_hash}
+    claims = _claims_of(folder)
+    trials = GridTrials(
+        folder, plan.trials, claims=claims, retries=settings.retries, retries_failed=settings.retry == "failed"
+    )
+    count = format_count(len(plan.trials), "trial")
+    if trials.num_left < len(plan.trials):
+        count = f"{trials.num_left} of {count}"
+    print(f"{count} in {display_path(folder.path)}{_at_a_time(slots)}", flush=True)
+    common: set[str] = set()
+    if len(plan.trials) > 1:
+        common = set.intersection(*(set(trial.overrides) for trial in plan.trials))
+    return _run(asked, folder, plan, trials=trials, claims=claims, slots=slots, requests=by_number, common=common)
+
+
+def _slots(asked: SweepRequest, requests: Sequence[Request], *, count: int) -> list[Slot]:
+    """Return the places for `count` trials such as these; none if there are no requests."""
+    if not requests:
+        return []
+    topologies = [request.placement.topology for request in requests]
+    return make_slots(topologies, count=count, jobs=asked.settings.jobs, share_gpus=asked.settings.share_gpus)
+
+
+def _at_a_time(slots: Sequence[Slot]) -> str:
+    return f", {len(slots)} at a time" if len(slots) > 1 else ""
+
+
+def _claims_of(folder: SweepFolder) -> Claims:
+    return Claims(folder.claims, f"process {os.getpid()} on {socket.gethostname()}")
+
+
+def _run(
+    asked: SweepRequest,
+    folder: SweepFolder,
+    plan: SweepPlan,
+    *,
+    trials: Trials,
+    claims: Claims,
+    slots: Sequence[Slot],
+    requests: Mapping[int, Request],
+    common: Collection[str],
+) -> int:
+    """Run trials and print the table; return the exit status.
+
+    Args:
+        requests: of the trials, by number.
+        common: the overrides that all trials have.
+    """
+    # It imports rich and NumPy.
+    from framework.command.trials_view import TrialsView
+
+    settings = asked.settings
+    results = read_results(folder, plan.trials)
+    view = TrialsView(
+        folder,
+        monitor=plan.monitor,
+        mode=plan.mode,
+        progress=asked.common.trainer.progress,
+        common=common,
+        results=[result for result in results if result.status in ("finished", PRUNED)],
+    )
+    skips_test = settings.test != "all"
+    worker = Worker(
+        folder,
+        trials,
+        request_of=lambda trial: _started(folder, requests[trial.number], trial, skips_test=skips_test),
+        slots=slots,
+        claims=claims,
+        view=view,
+        fail_fast=settings.fail_fast,
+    )
     try:
-        run_all(run_one, direction)
-    except _JobStoppedError:
-        return EXIT_STOPPED
+        status = worker.run(asked.fork_server)
     finally:
-        status = sweep.close()
+        view.close()
+        _print_results(folder, SweepPlan.read(folder))
+    if status != EXIT_STOPPED and settings.test == "best" and load_job(plan.job).trains:
+        status = _test_best(asked, folder, SweepPlan.read(folder)) or status
     return status
 
 
-def sweeper_direction(sweeper: Mapping[str, Any], *, typed: Sequence[str], mode: str, monitor: str | None) -> list[str]:
-    """Return the overrides that make a sweeper look for what `checkpoint.mode` calls better; none if it does already.
+def _started(folder: SweepFolder, request: Request, trial: TrialPlan, *, skips_test: bool) -> Request:
+    """Return what the trial's process runs: a new run, or the one that was begun before, which is resumed.
 
-    sweeper: the composed section `hydra.sweeper`, plain values. typed: the command's overrides. Raises ConfigError if
-    the two contradict each other, or if the jobs have no single score.
+    Raises FrameworkError if what was begun is damaged.
     """
-    if monitor is None:
-        raise ConfigError(
-            "A sweeper that chooses by results needs one: set checkpoint.monitor to a metric of the validation, and "
-            "checkpoint.mode to min or max."
-        )
-    overrides: list[str] = []
-    for key, by_mode in _DIRECTIONS.items():
-        wanted = by_mode[mode]
-        value = _value_at(sweeper, key)
-        if value is None:
-            continue
-        values = value if isinstance(value, list) else [value]
-        if len(values) != 1:
-            raise ConfigError(
-                f"hydra.sweeper.{key} has {len(values)} directions, and a job has one score: the best {monitor}. "
-                f"Use hydra.sweeper.{key}={wanted}, or leave it out."
-            )
-        name = str(values[0]).lower()
-        if name == wanted:
-            continue
-        # Every sweeper minimizes by default, so a `min` in a file may be this default; `max` was set by the user.
-        is_typed = any(text.lstrip("+").startswith(f"hydra.sweeper.{key}=") for text in typed)
-        if is_typed or mode == "min":
-            raise ConfigError(
-                f"hydra.sweeper.{key}={name} contradicts checkpoint.mode={mode}: {monitor} is better if it is "
-                f"{_BETTER[mode]}.\nLeave hydra.sweeper.{key} out: it follows from checkpoint.mode."
-            )
-        override = f"hydra.sweeper.{key}={wanted}"
-        print(f"{override}, from checkpoint.mode={mode}", flush=True)
-        overrides.append(override)
-    return overrides
+    run_dir = folder.trial(trial.number)
+    request = replace(request, sub_run=run_dir.path, skips_test=skips_test)
+    if not run_dir.path.exists():
+        return request
+    if not is_run(run_dir.path):
+        # The trial was killed before it had saved its configuration, so there is nothing to resume.
+        shutil.rmtree(run_dir.path)
+        return request
+    saved_run = load_saved(run_dir.path)
+    raw = started_from(saved_run, saved_run.raw)
+    return replace(request, config=parse(raw), raw=raw)
 
 
-def _value_at(node: Any, key: str) -> Any:
-    """Return the value of a dotted key; None if there is none."""
-    for part in key.split("."):
-        if not isinstance(node, Mapping):
-            return None
-        node = node.get(part)
-    return node
+def _print_results(folder: SweepFolder, plan: SweepPlan) -> None:
+    """Print the table and what can be done next; write results.csv."""
+    results = read_results(folder, plan.trials)
+    rows = ranked_rows(results, over=plan.over, mode=plan.mode)
+    width = shutil.get_terminal_size().columns
+    print(f"\n{table_text(rows, monitor=plan.monitor, over=plan.over, width=width)}")
+    with suppress(OSError):
+        write_atomically(folder.results_file, csv_text(results, monitor=plan.monitor))
+    facts = [("results", display_path(folder.results_file))]
+    if any(folder.trial(result.number).event_files for result in results):
+        facts.append(("curves", tensorboard_command(folder.path)))
+    if any(needs_work(result, retries_failed=False) for result in results):
+        facts.append(("resume", f"python -m framework -m {resume_argument(display_path(folder.path))}"))
+    print("")
+    if load_job(plan.job).trains:
+        best = best_text(rows, mode=plan.mode)
+        if best:
+            print(best)
+    print(format_facts(facts), flush=True)
 
 
-def _sub_run(request: Request) -> Path:
-    assert request.sub_run is not None
-    return request.sub_run
+def _test_best(asked: SweepRequest, folder: SweepFolder, plan: SweepPlan) -> int:
+    """Evaluate the best trial's best checkpoint on the test part, unless that was done; return the exit status.
 
-
-@final
-class Sweep:
-    """The jobs run so far. `run` prints how each ended, `close` prints the table."""
-
-    def __init__(self) -> None:
-        self._ended: list[Request] = []
-        # The rows of the table, without labels.
-        self._rows: list[tuple[str, ...]] = []
-        # The numbers of the jobs that failed.
-        self._failed: list[str] = []
-
-    def run(self, request: Request, *, label: str) -> JobResult:
-        """Run one job. An exception is printed and makes the job a failed one.
-
-        KeyboardInterrupt is passed on; a job that was stopped on request raises one that ends the sweep.
-        """
-        run_dir = RunDir(_sub_run(request))
-        number = run_dir.path.name
-        print("  ".join([f"[{number}] {label}".rstrip(), "running"]), flush=True)
-        start = time.perf_counter()
-        result = _run_caught(request)
-        seconds = f"{time.perf_counter() - start:.1f}"
-
-        where = ""
-        if result.status == 0:
-            how = "finished"
-        elif result.status == EXIT_STOPPED:
-            how = "stopped"
-            where = resume_arguments(run_dir)
-        else:
-            how = f"FAILED ({result.status})"
-            where = _log_of(run_dir)
-            self._failed.append(number)
-        score = "–"
-        if result.score is not None:
-            score = f"{result.score:.4f}"
-        self._ended.append(request)
-        self._rows.append((number, how, score, seconds))
-        print("  ".join([f"[{number}] {label}".rstrip(), how, score, f"{seconds} s", where]).rstrip(), flush=True)
-        if result.status == EXIT_STOPPED:
-            raise _JobStoppedError
-        return result
-
-    def close(self) -> int:
-        """Print the table and return the exit status."""
-        if not self._ended:
-            return EXIT_RUN_FAILED
-        monitors = {request.config.checkpoint.monitor or "" for request in self._ended}
-        score_title = "best"
-        if len(monitors) == 1:
-            score_title = f"best {monitors.pop()}".rstrip()
-        rows: list[tuple[str, ...]] = [("job", "overrides", "status", score_title, "s")]
-        labels = distinguishing([request.overrides for request in self._ended])
-        for (number, *cells), label in zip(self._rows, labels, strict=True):
-            rows.append((number, label, *cells))
-        print(f"\n{textwrap.dedent(format_table(rows))}")
-        if self._failed:
-            print(f"\n{len(self._failed)} of {len(self._ended)} jobs failed: {', '.join(self._failed)}")
-
-        folder = _sub_run(self._ended[0]).parent
-        # There is none if every job was refused.
-        if folder.is_dir():
-            print(f"\n{format_facts([('curves', tensorboard_command(folder))])}", flush=True)
-        return EXIT_RUN_FAILED if self._failed else 0
-
-
-class _JobStoppedError(KeyboardInterrupt):
-    """A job was stopped on request. No sweeper catches it."""
-
-
-def _run_caught(request: Request) -> JobResult:
-    """Run a job and return how it ended. An exception is printed."""
-    try:
-        return load_swept_job(request.config.job).run(request)
-    except FrameworkError as error:
-        print(shown(str(error)), file=sys.stderr, flush=True)
-        return JobResult(error.exit_status)
-    except Exception:
-        traceback.print_exc()
-        return JobResult(EXIT_RUN_FAILED)
-
-
-def _log_of(run_dir: RunDir) -> str:
-    """Return where the log of a failed run is; empty if it has no directory."""
-    if not run_dir.path.is_dir():
-        return ""
-    log = run_dir.rank_log(0)
-    return f"log: {display_path(log if log.exists() else run_dir.path)}"
+    Only the best one, so that nothing is chosen by the test part.
+    """
+    results = read_results(folder, plan.trials)
+    best = best_trial(ranked_rows(results, over=plan.over, mode=plan.mode), mode=plan.mode)
+    if best is None:
+        return 0
+    run_dir = folder.trial(best.number)
+    checkpoint = run_dir.checkpoints / BEST
+    is_untested = run_dir.read_run().get("results", {}).get("untested")
+    if not is_untested or not checkpoint.exists() or (run_dir.path / "eval").exists():
+        return 0
+    found = load_checkpoint(checkpoint.resolve())
+    raw = started_from(found, {**found.raw, "job": "eval"})
+    raw["eval"] = {**found.raw["eval"], "part": "test"}
+    request = Request(
+        config=parse(raw),
+        raw=raw,
+        overrides=found.overrides,
+        arguments=("job=eval", "eval.part=test", path_argument("checkpoint.path", display_path(checkpoint))),
+        fork_server=asked.fork_server,
+        parent_run=run_dir.path,
+    )
+    print(flush=True)
+    return load_job("eval").run(request).status

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from framework.config.saved import key_of
+
 _NO_DASHES = "a key is written without dashes, as KEY=VALUE."
 _NO_SPACES = "there are no spaces around `=`."
 _NO_SPACES_INSIDE = "a list or mapping has no spaces, or quotes around it."
@@ -90,3 +92,8 @@ def _is_value(word: str) -> bool:
 def _is_open(text: str) -> bool:
     """Return True if a bracket isn't closed."""
     return text.count("[") > text.count("]") or text.count("{") > text.count("}")
+
+
+def is_of_sweeps(override: str) -> bool:
+    """Return True for an override that says how a sweep is run, not what a trial is."""
+    return key_of(override).partition(".")[0] == "sweep"

@@ -34,9 +34,12 @@ def bounded(*, default: Any = MISSING, **bounds: float) -> Any:
     return field(default=default, metadata={"bounds": bounds})
 
 
-def auto(*, at_least: float) -> Any:
-    """Declare a required number or `auto` (also `null`), which the framework decides; `None` in the dataclass."""
-    return field(metadata={"auto": True, "bounds": {"at_least": at_least}})
+def auto(*, at_least: float, default: Any = MISSING) -> Any:
+    """Declare a number or `auto` (also `null`), which the framework decides; `None` in the dataclass.
+
+    One with a default may be missing, as in files older than the key.
+    """
+    return field(default=default, metadata={"auto": True, "bounds": {"at_least": at_least}})
 
 
 FunctionName = NewType("FunctionName", str)
@@ -365,6 +368,34 @@ class ReportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """Several runs by one command (-m). It isn't part of the configuration that a trial saves."""
+
+    # Trials at a time. auto: as many as there are GPUs or cores for.
+    jobs: int | None = auto(at_least=1, default=None)
+    # Trials that may use the same GPU.
+    share_gpus: int = bounded(at_least=1, default=1)
+    # Trials that differ in nothing but these keys are one row of the table.
+    over: Texts = Texts(("seed",))
+    # Which trials are evaluated on the test part: the best one after the sweep, all after their training, or none.
+    test: Literal["best", "all", "none"] = "best"
+    # How often a failed trial is restarted at once.
+    retries: int = bounded(at_least=0, default=0)
+    # With resume=SWEEP: restart the failed trials, too.
+    retry: Literal["none", "failed"] = "none"
+    # Stop the sweep when a trial fails.
+    fail_fast: bool = False
+    # The directory of a sweep of which this command is one more worker.
+    worker: str | None = None
+    # Trials of a search, in total.
+    n_trials: int | None = bounded(at_least=1, default=None)
+    # How a search chooses its trials, a sampler of Optuna. null: a grid, all combinations of values.
+    sampler: Node | None = None
+    # Which trials a search stops early, a pruner of Optuna. null: none.
+    pruner: Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathConfig:
     # The folder of all run directories.
     outputs: str
@@ -401,6 +432,7 @@ class Config:
     export: ExportConfig
     runs: RunsConfig = field(default=RunsConfig(), metadata={"shorthand": "paths"})
     report: ReportConfig = ReportConfig()
+    sweep: SweepConfig = SweepConfig()
     path: PathConfig
     model: Node
     data: DataConfig

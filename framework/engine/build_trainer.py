@@ -34,7 +34,7 @@ from framework.training import length as run_length
 from framework.training.stop_control import StopControl
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
-from framework.types import hooks
+from framework.types import EvalInfo, hooks
 
 # Gradients of at most this size are one bucket of DDP's, which is exchanged when the backward has computed all of them.
 _FIRST_BUCKET_BYTES = 1 << 20
@@ -96,7 +96,7 @@ def build_trainer(
         checkpoints=_checkpoint_manager(setup),
         # Until then the time-out is that of `_wrap`.
         after_first_step=partial(set_timeout, config.backend.timeout, setup.context, groups=groups),
-        check_metrics=partial(check_metrics, config),
+        after_validation=partial(_after_validation, setup),
         link=setup.link,
         counts_flops=bool(config.logger),
     )
@@ -166,6 +166,7 @@ def _build_optimizer_and_schedule(
     has_scaler = assembled.precision.scaler.is_enabled()
     may_fuse = not has_scaler and not _has_sparse_gradients(assembled.model)
     optimizer = build_optimizer(param_groups, assembled.model, may_fuse=may_fuse, total_steps=total_steps)
+    setup.link.rank_status.set_total_steps(total_steps or 0)
     schedule = build_schedule(
         setup.config.scheduler,
         optimizer,
@@ -180,6 +181,14 @@ def _has_sparse_gradients(model: nn.Module) -> bool:
 
 
 # Observers and checkpoints
+
+
+def _after_validation(setup: RankSetup, info: EvalInfo) -> None:
+    """Show the monitored metric in the rank status. Raises ConfigError if one that is monitored is never computed."""
+    check_metrics(setup.config, info.metrics)
+    monitor = setup.config.checkpoint.monitor
+    if monitor is not None and monitor in info.metrics:
+        setup.link.rank_status.count_validation(info.metrics[monitor])
 
 
 def _callback_nodes(setup: RankSetup) -> Mapping[str, Node]:

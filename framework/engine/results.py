@@ -17,6 +17,7 @@ def write_results(
     trainer: Trainer,
     *,
     test: dict[str, Any] | None,
+    is_untested: bool,
     seconds: float,
     modules: Mapping[str, str],
 ) -> None:
@@ -25,6 +26,7 @@ def write_results(
     `best` and `last` are validations; they and `test` have the step of their weights.
 
     Args:
+        is_untested: there is a test part, and it was to be left out.
         modules: the hashes of the user's modules that it was trained with, to tell trials of changed code apart.
     """
     state = trainer.state
@@ -37,6 +39,7 @@ def write_results(
         "best": None,
         "last": None,
         "test": test,
+        "untested": is_untested,
         "slow_ranks": [asdict(slow_rank) for slow_rank in trainer.logbook.slow_ranks.found()],
     }
     final_metrics = dict(state.val_metrics)

@@ -50,6 +50,8 @@ class RankSetup:
     link: MonitorLink
     # Restarts so far. A restart resumes from the run's own last checkpoint.
     attempt: int
+    # True: the test part isn't evaluated at the end of a training.
+    skips_test: bool = False
 
     @property
     def data_share(self) -> DataShare:
@@ -95,7 +97,17 @@ def setup_rank(arguments: RankArguments, link: MonitorLink) -> Iterator[RankSetu
     with rank_log(run_dir.rank_log(context.rank), place=context.description):
         _set_up_process(config, context)
         strategy, plan = plan_training(config, context)
-        yield RankSetup(requested, config, context, run_dir, plan, strategy, link=link, attempt=arguments.attempt)
+        yield RankSetup(
+            requested,
+            config,
+            context,
+            run_dir,
+            plan,
+            strategy,
+            link=link,
+            attempt=arguments.attempt,
+            skips_test=arguments.skips_test,
+        )
 
 
 def _set_up_process(config: Config, context: Context) -> None:

@@ -92,7 +92,9 @@ def _train(
     From `fit` until `stack` is left, a signal to stop is only noted, so that it can't interrupt the closing.
     """
     val_loaders = make_eval_loaders(setup, datasets, part="val", strategy=setup.strategy)
-    test_loaders = make_eval_loaders(setup, datasets, part="test", strategy=setup.strategy)
+    test_loaders: Mapping[str, EvalLoader] = {}
+    if not setup.skips_test:
+        test_loaders = make_eval_loaders(setup, datasets, part="test", strategy=setup.strategy)
 
     checkpoint = own_checkpoint(setup)
     saved_progress = None
@@ -137,7 +139,14 @@ def _train(
             if not is_run(setup.run_dir.path):
                 # Otherwise the results would go to a new directory of the same name.
                 raise lost_run_dir(setup.run_dir.path, rank=0, reason="it has no config.yaml")
-            write_results(setup, trainer, test=test_results, seconds=seconds, modules=modules)
+            write_results(
+                setup,
+                trainer,
+                test=test_results,
+                is_untested=setup.skips_test and datasets.test is not None,
+                seconds=seconds,
+                modules=modules,
+            )
         if trainer.stop.on_request:
             return EXIT_STOPPED
         return None

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, final
 
+from framework.system.hardware import set_own_cores
 from framework.system.orphans import ENDS_WITH_OTHERS
 from framework.system.output import ERASE_LINE, tolerant
 from framework.system.signals import die_with_parent
@@ -35,6 +36,8 @@ class Child:
     entry: str
     arguments: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict)
+    # The cores that it may use; None: those of the process that asks for it.
+    cores: frozenset[int] | None = None
     # The file for its output; None keeps the parent's streams.
     log: Path | None = None
     # If its output goes to the terminal as well.
@@ -90,6 +93,7 @@ def _end_anyway(status: int) -> None:
 def _enter_environment(message: Message) -> None:
     os.environ.clear()
     os.environ.update(message["environment"])
+    set_own_cores(message["cores"])
     os.chdir(message["cwd"])
     sys.path[:] = message["sys_path"]
     sys.argv[:] = message["argv"]

@@ -40,6 +40,8 @@ PRELOAD = (
 # The preload of a server that is started when a process is needed at once.
 _SHORT_PRELOAD = PRELOAD[:2]
 _END_TIMEOUT_S = 5.0
+# How many file descriptors follow each request to the server.
+_NUM_FDS = {"load": 0, "connect": 1, "fork": 1}
 
 _ROOT = Path(__file__).resolve().parents[2]
 # Not by `-m`, which would find a folder of the user's called framework first. Only this import takes another path.
@@ -49,28 +51,26 @@ _START = (
 )
 
 
-@final
 class ForkServer:
-    """The command's connection to a fork server, from which a `RunServer` is forked for each run. `close` ends it."""
+    """A process's connection to a fork server, from which a `RunServer` is forked for each run."""
 
-    def __init__(self, preload: Sequence[str]) -> None:
-        """Start the server, which begins to import `preload` at once. Takes milliseconds."""
-        # Libraries read these when they are loaded; the user's own values win. A BLAS thread pool would not survive a
-        # fork.
-        self._defaults = {"OPENBLAS_NUM_THREADS": "1", **openmp_environment()}
-        self._connection, theirs = Pipe()
-        # A session of its own: Ctrl-C at the terminal reaches only the parent, which decides for all.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(_ROOT), str(theirs.fileno()), str(os.getpid()), *preload],
-            pass_fds=[theirs.fileno()],
-            env={**self._defaults, **os.environ},
-            start_new_session=True,
-        )
-        theirs.close()
+    def __init__(self, connection: Connection, *, defaults: Mapping[str, str]) -> None:
+        """Use a connection to a server.
+
+        Args:
+            defaults: Environment variables of the children, for those that the user hasn't set.
+        """
+        self._connection = connection
+        self._defaults = defaults
+
+    @property
+    def defaults(self) -> Mapping[str, str]:
+        return self._defaults
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        """False if the server is known to have ended."""
+        return True
 
     def load(self, names: Sequence[str]) -> None:
         """Have the server import the rest of its preload and these names before it serves the next request."""
@@ -83,9 +83,51 @@ class ForkServer:
             self._send({"op": "fork", "command": os.getpid()}, fds=[theirs.fileno()])
         return RunServer(ours, defaults=self._defaults)
 
+    def share(self) -> Connection:
+        """Return a further connection to the server, for another process to make a ForkServer of."""
+        ours, theirs = Pipe()
+        with theirs:
+            self._send({"op": "connect"}, fds=[theirs.fileno()])
+        return ours
+
+    def close(self) -> None:
+        """Close the connection. May be called twice."""
+        self._connection.close()
+
+    def _send(self, message: Message, *, fds: Sequence[int] = ()) -> None:
+        try:
+            send(self._connection, message, fds=fds)
+        except OSError as error:
+            raise lost_server("fork server") from error
+
+
+@final
+class OwnForkServer(ForkServer):
+    """The connection of the process that has started the server, which ends with it. `close` ends the server."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        """Start the server, which begins to import `preload` at once. Takes milliseconds."""
+        # Libraries read these when they are loaded; the user's own values win. A BLAS thread pool would not survive a
+        # fork.
+        defaults = {"OPENBLAS_NUM_THREADS": "1", **openmp_environment()}
+        connection, theirs = Pipe()
+        super().__init__(connection, defaults=defaults)
+        # A session of its own: Ctrl-C at the terminal reaches only the parent, which decides for all.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(_ROOT), str(theirs.fileno()), str(os.getpid()), *preload],
+            pass_fds=[theirs.fileno()],
+            env={**defaults, **os.environ},
+            start_new_session=True,
+        )
+        theirs.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def close(self) -> None:
         """End the server and wait for it; servers that were forked from it keep running. May be called twice."""
-        self._connection.close()
+        super().close()
         self._process.kill()
         self._process.wait()
 
@@ -108,7 +150,7 @@ def running_fork_server(server: ForkServer | None) -> Iterator[ForkServer]:
     if server is not None and server.alive:
         yield server
         return
-    with closing(ForkServer(_SHORT_PRELOAD)) as new_server:
+    with closing(OwnForkServer(_SHORT_PRELOAD)) as new_server:
         yield new_server
 
 
@@ -197,14 +239,20 @@ def main(argv: list[str]) -> NoReturn:
 class _Server:
     """Imports modules, and between two imports looks for requests. It is single-threaded and touches no GPU.
 
-    Requests on the connection:
+    Requests on a connection:
 
         {"op": "load", "names": [...]}: import the rest of the preload and these before serving the next request
         {"op": "fork", "command": pid}, then a connection's file descriptor: fork a server for one run
+        {"op": "connect"}, then a connection's file descriptor: serve requests on this one, too
+
+    Args:
+        connection: that of the process which started this one. The server ends when it is closed.
     """
 
     def __init__(self, connection: Connection, *, preload: Sequence[str]) -> None:
         self._connection = connection
+        # Those of other processes, such as the trials of a sweep.
+        self._shared: list[Connection] = []
         self._preload = list(preload)
 
     def serve(self) -> tuple[int, int]:
@@ -216,25 +264,47 @@ class _Server:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # The command decides for all, even if a scheduler signals every process of a job.
         with catching_signals((signal.SIGCHLD, *STOP_SIGNALS)) as signals:
-            watched: list[Any] = [self._connection, signals]
             while True:
+                watched: list[Any] = [signals, self._connection, *self._shared]
                 # With something left to import, it only looks for requests, and doesn't wait for them.
                 timeout_s = 0 if self._preload else None
                 ready, _, _ = select.select(watched, [], [], timeout_s)
                 if signals in ready:
                     signals.take()
                     _reap()
-                if self._connection in ready:
-                    message: Message = self._connection.recv()
-                    if message["op"] == "fork":
-                        (fd,) = receive_fds(self._connection, 1)
-                        if fork() == 0:
-                            return message["command"], fd
-                        os.close(fd)
-                    else:
-                        self._load(message["names"])
-                elif self._preload:
+                for connection in ready:
+                    if connection is signals:
+                        continue
+                    run = self._handle(connection)
+                    if run is not None:
+                        return run
+                if not ready and self._preload:
                     self._load_next()
+
+    def _handle(self, connection: Connection) -> tuple[int, int] | None:
+        """Handle a request. Return something only in the forked server of a run, as `serve` does."""
+        try:
+            message: Message = connection.recv()
+            fds = receive_fds(connection, _NUM_FDS[message["op"]])
+        except (EOFError, OSError):
+            if connection is self._connection:
+                raise
+            self._shared.remove(connection)
+            connection.close()
+            return None
+
+        if message["op"] == "load":
+            self._load(message["names"])
+        elif message["op"] == "connect":
+            self._shared.append(Connection(fds[0]))
+        else:
+            assert message["op"] == "fork"
+            if fork() == 0:
+                for shared in self._shared:
+                    shared.close()
+                return message["command"], fds[0]
+            os.close(fds[0])
+        return None
 
     def _load(self, names: Sequence[str]) -> None:
         self._preload += names

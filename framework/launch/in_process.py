@@ -50,7 +50,9 @@ def run_in_this_process(plan: LaunchPlan) -> Outcome:
     RequestError before the first step, and KeyboardInterrupt on Ctrl-C, on other stop signals that the rank can't
     handle at that moment, and if the debugger is quit.
     """
-    arguments = RankArguments(str(plan.run_dir.path), plan.topology, rank=0, rendezvous=None)
+    arguments = RankArguments(
+        str(plan.run_dir.path), plan.topology, rank=0, rendezvous=None, skips_test=plan.skips_test
+    )
     with closing(RankStatus()) as rank_status:
         try:
             with interrupting():

@@ -28,7 +28,7 @@ from framework.errors import EXIT_STOPPED, LaunchError, StoppedBySignalError
 from framework.launch.base import Launcher
 from framework.launch.child import LEAVE_S, Child, Message
 from framework.launch.fork_server import ForkServer, running_fork_server
-from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments
+from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, RunProgress
 from framework.launch.rank_environment import network_environment, rank_environment
 from framework.launch.run_server import RunServer
 from framework.launch.stopping import stopping_line
@@ -293,7 +293,12 @@ class NodeRun:
             rank = topology.rank_of(plan.node, local_rank)
             # What the process is to do, and in which environment.
             arguments = RankArguments(
-                str(plan.run_dir.path), topology, rank=rank, rendezvous=rendezvous, attempt=attempt
+                str(plan.run_dir.path),
+                topology,
+                rank=rank,
+                rendezvous=rendezvous,
+                attempt=attempt,
+                skips_test=plan.skips_test,
             )
             variables = rank_environment(topology, rank=rank, host=host, port=port, attempt=attempt)
             child = Child(
@@ -360,6 +365,9 @@ class NodeRun:
                 self.print(late_line(event))
             if event["event"] == "caught_up":
                 self._late.append({key: event[key] for key in ("rank", "phase", "step", "seconds")})
+        if self.setup.on_progress is not None and self.setup.node == 0:
+            page = monitor.read(0)
+            self.setup.on_progress(RunProgress(page.step, page.total_steps, page.validations, page.validated_value))
 
     def _on_alarm(self, alarm: Mapping[str, Any]) -> None:
         """End this node's attempt too: another node's has failed, or was interrupted."""

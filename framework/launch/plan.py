@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from framework.config.schema import InitMethod
 from framework.config.topology import Topology
@@ -19,6 +19,18 @@ from framework.system.run_dir import RunDir
 if TYPE_CHECKING:
     from framework.distributed.store import RunStore
     from framework.launch.fork_server import ForkServer
+
+
+class RunProgress(NamedTuple):
+    """How far a training is, as its rank 0 shows it."""
+
+    # Optimizer steps done.
+    step: int
+    # Of the whole run; 0 if that isn't known.
+    total_steps: int
+    # How many validations there were since its start, and what the last one gave for `checkpoint.monitor`.
+    validations: int
+    validated_value: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +55,10 @@ class NodeSetup:
     arguments: tuple[str, ...] = ()
     # Set in rank 0 of ranks that something else has started.
     external_ranks: ExternalRanks | None = None
+    # True: a training doesn't evaluate the test part at its end.
+    skips_test: bool = False
+    # Called a few times a second while the ranks run, on the node of rank 0.
+    on_progress: Callable[[RunProgress], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +116,8 @@ class RankArguments:
     rendezvous: str | None
     # How often the ranks were restarted after a failure; a restart resumes from the last checkpoint.
     attempt: int = 0
+    # True: a training doesn't evaluate the test part at its end.
+    skips_test: bool = False
 
     @property
     def local_rank(self) -> int:

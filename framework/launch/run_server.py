@@ -18,6 +18,7 @@ from typing import Any, NoReturn, final
 
 from framework.launch.child import Child, Message, run_child
 from framework.launch.forking import fork, lost_server, receive_fds, send
+from framework.system.hardware import own_cores
 from framework.system.orphans import ENDS_WITHIN_S, adopt_orphans, end_descendants, left_behind
 from framework.system.signals import STOP_SIGNALS, catching_signals
 
@@ -45,11 +46,12 @@ class RunServer:
         return self._connection.fileno()
 
     def spawn(self, child: Child, *, fds: Sequence[int] = ()) -> None:
-        """Have a child forked that gets this process's present environment and working directory, and `fds`."""
+        """Have a child forked that gets this process's present environment, working directory and cores, and `fds`."""
         request = {
             "op": "spawn",
             "child": child,
             "environment": {**self._defaults, **os.environ, **child.environment},
+            "cores": child.cores or own_cores(),
             "cwd": Path.cwd(),
             "sys_path": sys.path,
             "argv": sys.argv,
@@ -57,9 +59,9 @@ class RunServer:
         }
         self._send(request, fds=fds)
 
-    def kill(self, key: str) -> None:
-        """Send SIGKILL to a child if it still runs: only the process that reaps it can be sure of its pid."""
-        self._send({"op": "kill", "key": key})
+    def kill(self, key: str, *, signal_number: int = signal.SIGKILL) -> None:
+        """Send a signal to a child if it still runs: only the process that reaps it can be sure of its pid."""
+        self._send({"op": "kill", "key": key, "signal": signal_number})
 
     def end(self) -> None:
         """Request the end of all children and their orphans. The last event answers: {"left": [process, …]}."""
@@ -140,8 +142,9 @@ class _Server:
     It runs no tensor operation and touches no GPU, so its children are clean, and it is single-threaded. Requests on
     the connection:
 
-        {"op": "spawn", "child": Child, "environment", "cwd", "sys_path", "argv", "num_fds"}, then file descriptors
-        {"op": "kill", "key": str}
+        {"op": "spawn", "child": Child, "environment", "cores", "cwd", "sys_path", "argv", "num_fds"}, then file
+            descriptors
+        {"op": "kill", "key": str, "signal": int}
         {"op": "end"}: end all below this process, send {"left": [...]}, and leave
 
     It sends how every child ended: {"key", "pid", "status", "time"}. The status is an exit status, or minus a signal
@@ -210,7 +213,7 @@ class _Server:
         for pid, key in self._keys.items():
             # It hasn't been reaped, so the pid is still its own.
             if key == message["key"]:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, message["signal"])
 
     def _spawn(self, key: str) -> int | None:
         """Return the pid of a new child, 0 in the child, None if there can't be one; that counts as its end."""

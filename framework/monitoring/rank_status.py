@@ -98,6 +98,11 @@ class StatusPage(ctypes.Structure):
         ("is_closed", ctypes.c_int64),
         # Signs of progress within a phase.
         ("ticks", ctypes.c_int64),
+        # The optimizer steps of the whole run, 0 if that isn't known.
+        ("total_steps", ctypes.c_int64),
+        # How many validations this process has done, and what the last one gave for checkpoint.monitor.
+        ("validations", ctypes.c_int64),
+        ("validated_value", ctypes.c_double),
     )
 
 
@@ -137,6 +142,16 @@ class RankStatus:
     def finish_step(self, step: int) -> None:
         """Mark optimizer step `step`, counted from 1, as done."""
         self._page.step = step
+
+    def set_total_steps(self, steps: int) -> None:
+        """Set how many optimizer steps the whole run has; 0 if that isn't known."""
+        self._page.total_steps = steps
+
+    def count_validation(self, value: float) -> None:
+        """Set what a validation gave for the monitored metric."""
+        self._page.validated_value = value
+        # A reader may see the new value with the earlier number, but never an earlier value with the new number.
+        self._page.validations += 1
 
     def tick(self) -> None:
         """Show progress within a phase, such as a batch that is evaluated."""

@@ -57,6 +57,9 @@ class Choice:
     # Each as the value of an override.
     values: tuple[str, ...]
 
+    def extremes(self) -> Sequence[Value]:
+        return self.values
+
     def text(self, value: Value) -> str:
         return str(value)
 
@@ -71,6 +74,9 @@ class Integers:
     step: int = 1
     log: bool = False
 
+    def extremes(self) -> Sequence[Value]:
+        return (self.low, self.high)
+
     def text(self, value: Value) -> str:
         return str(int(value))
 
@@ -83,6 +89,9 @@ class Interval:
     low: float
     high: float
     log: bool = False
+
+    def extremes(self) -> Sequence[Value]:
+        return (self.low, self.high)
 
     def text(self, value: Value) -> str:
         return repr(float(value))
@@ -97,6 +106,9 @@ class Steps:
 
     kind: ClassVar[str] = "steps"
     values: tuple[float, ...]
+
+    def extremes(self) -> Sequence[Value]:
+        return (0, len(self.values) - 1)
 
     def text(self, value: Value) -> str:
         return repr(self.values[int(value)])
@@ -114,6 +126,14 @@ class Space:
     def overrides(self, values: Mapping[str, Value]) -> tuple[str, ...]:
         """Return the overrides that set these values, which compose to exactly them; in the order that was typed."""
         return tuple(f"{key}={dimension.text(values[key])}" for key, dimension in self.dimensions.items())
+
+    def samples(self) -> list[tuple[str, ...]]:
+        """Return overrides that have each option, and the ends of each range, at least once."""
+        firsts = {key: dimension.extremes()[0] for key, dimension in self.dimensions.items()}
+        samples = [self.overrides(firsts)]
+        for key, dimension in self.dimensions.items():
+            samples += [self.overrides({**firsts, key: value}) for value in dimension.extremes()[1:]]
+        return samples
 
     def as_json(self) -> dict[str, Any]:
         """Return what sweep.json has of it: plain values, by key."""

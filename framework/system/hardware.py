@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -96,12 +96,22 @@ def resolve_gpus(requested: int | None) -> int:
     )
 
 
+def own_cores() -> frozenset[int]:
+    """Return the cores that this process is bound to, by number; empty outside Linux."""
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset()
+    return frozenset(os.sched_getaffinity(0))
+
+
+def set_own_cores(cores: Collection[int]) -> None:
+    """Bind this process to these cores. Does nothing for none, or for those that it is bound to already."""
+    if cores and own_cores() != cores:
+        os.sched_setaffinity(0, cores)
+
+
 def cpu_count(root: Path = Path("/")) -> int:
     """Return the cores that this process may use, by its affinity and its control groups' quotas; at least 1."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    cores = len(own_cores()) or os.cpu_count() or 1
     for quota in _cpu_quotas(root):
         # Rounded down: one thread more than the quota grants gets all of them throttled.
         cores = min(cores, int(quota))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -79,7 +79,7 @@ class Trainer:
 
     Args:
         after_first_step: called once, when the slow first step is done.
-        check_metrics: called with the names of a validation's metrics; raises if a monitored one is missing.
+        after_validation: called with the metrics of each validation; raises if a monitored one is missing.
         link: the connection to the monitor, which sees the phases of this rank.
         counts_flops: log the model's FLOP/s, if they can be counted.
         clock: times the phases of a step; None for the device's own.
@@ -93,7 +93,7 @@ class Trainer:
         val_loaders: Mapping[str, EvalLoader],
         checkpoints: CheckpointManager | None,
         after_first_step: Callable[[], None],
-        check_metrics: Callable[[Collection[str]], None],
+        after_validation: Callable[[EvalInfo], None],
         link: MonitorLink,
         counts_flops: bool = False,
         clock: Clock | None = None,
@@ -111,7 +111,7 @@ class Trainer:
         # Set by `engine.restore` when it resumes a run; `fit` calls it after the start hooks, which may draw numbers.
         self.restore_generators: Callable[[], object] | None = None
         self._after_first_step = after_first_step
-        self._check_metrics = check_metrics
+        self._after_validation = after_validation
         # The step of the checkpoint that was saved or loaded last.
         self._saved_step: int | None = None
         # True if a checkpoint is due by the clock. Those due by steps or epochs aren't noted here.
@@ -489,11 +489,11 @@ class Trainer:
         state.val_step = step
 
         self._timer.leave_step(RankPhase.LOGGING)
-        self._check_metrics(evaluation.metrics)
+        info = EvalInfo("val", step, epoch, evaluation.metrics)
+        self._after_validation(info)
         self.logbook.log_evaluation(evaluation)
         state.schedule.step_after("validation", evaluation.metrics)
 
-        info = EvalInfo("val", step, epoch, evaluation.metrics)
         end_hooks = hooks(state.observers, "on_validation_end")
         for hook in end_hooks:
             self._handle_answer(hook(info), part="val")

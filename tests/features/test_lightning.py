@@ -35,9 +35,9 @@ TWO = ("topology.procs_per_node=2", "data.batch_size=8", "data.eval_batch_size=8
 @pytest.fixture(scope="module")
 def fork_server():
     """Ranks that have imported Lightning."""
-    from tests.helpers.internals import PRELOAD, ForkServer
+    from tests.helpers.internals import PRELOAD, OwnForkServer
 
-    server = ForkServer((*PRELOAD, CASES))
+    server = OwnForkServer((*PRELOAD, CASES))
     yield server
     server.close()
 

@@ -1,25 +1,30 @@
-"""Sweeps: one fork server, a directory for each job, failures that end nothing, results for sweepers."""
+"""Sweeps: a plan on disk, several trials at a time, failures that end nothing, stopping and continuing, a search."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
-import re
-import shlex
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
-from framework.errors import ConfigError
 from tests.helpers import results
 from tests.helpers.command import run_framework
-from tests.helpers.internals import SweepFolder, TrialPlan, compose, read_results, sweeper_direction
+from tests.helpers.internals import compose
 
-LIMITS = ("trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=0")
+LIMITS = ("trainer.limit_train_batches=2", "trainer.limit_val_batches=1")
 SHORT = ("logger=jsonl", "trainer.max_epochs=1", *LIMITS)
+# Long enough to be interrupted.
+LONG = ("recipe=toy", "trainer.gpus=0", "logger=jsonl", "trainer.max_epochs=40", "checkpoint.every_n_epochs=1")
 
 
 class Answer(NamedTuple):
@@ -42,27 +47,45 @@ def sweep(fork_server, tmp_path, monkeypatch, capfd) -> Sweep:
     return run
 
 
-def rows(out: str) -> list[list[str]]:
-    """The table's cells, without its header."""
-    lines = out.partition("\njob  ")[2].partition("\n\n")[0].splitlines()
-    return [re.split(r"  +", line) for line in lines[1:]]
+def sweep_folder(tmp_path: Path) -> Path:
+    (folder,) = (tmp_path / "outputs" / "multirun").iterdir()
+    return folder
+
+
+def plan_of(folder: Path) -> dict[str, Any]:
+    plan: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
+    return plan
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    """The lines of results.csv, without how long trials took."""
+    with (folder / "results.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    for line in lines:
+        del line["seconds"]
+    return lines
+
+
+def statuses(folder: Path) -> list[str]:
+    return [line["status"] for line in table(folder)]
 
 
 FAILING = """
 class Failing:
-    '''Fails in the job with this seed.'''
+    '''Fails in the trial with this seed, until there is a file `repaired`.'''
     def __init__(self, seed): self.seed = seed
     def on_fit_start(self, info):
-        if self.seed == 2: raise ValueError("this one fails")
+        from pathlib import Path
+        if self.seed == 2 and not Path("repaired").exists(): raise ValueError("this one fails")
 """
+FAILS = ("+callbacks.f._target_=failing.Failing", "+callbacks.f.seed=${seed}")
 
 
-def test_a_failing_job_does_not_end_the_sweep(sweep, tmp_path):
+def test_a_failing_trial_does_not_end_the_sweep(sweep, tmp_path):
     (tmp_path / "failing.py").write_text(FAILING)
-    failing = ("+callbacks.f._target_=failing.Failing", "+callbacks.f.seed=${seed}")
-    answer = sweep("recipe=toy", *SHORT, "seed=1,2,4", *failing)
-    assert answer.status == 1
-    (folder,) = tmp_path.glob("outputs/multirun/*")
+    answer = sweep("recipe=toy", *SHORT, "seed=1,2,4", "sweep.jobs=1", *FAILS)
+    assert answer.status == 1, answer.err
+    folder = sweep_folder(tmp_path)
     lines = answer.out.splitlines()
     assert [line.split()[:3] for line in lines[1:7]] == [
         ["[0]", "seed=1", "running"],
@@ -73,21 +96,129 @@ def test_a_failing_job_does_not_end_the_sweep(sweep, tmp_path):
         ["[2]", "seed=4", "finished"],
     ]
     assert f"log: outputs/multirun/{folder.name}/1/logs/rank_0.log" in lines[4]
-    assert "1 of 3 jobs failed: 1" in lines
-    assert [row[2].partition(" ")[0] for row in rows(answer.out)] == ["finished", "FAILED", "finished"]
-    assert [results.run_file(folder / str(n))["status"] for n in range(3)] == ["finished", "failed", "finished"]
+    assert "3 trials: 2 finished, 1 failed" in lines
+    assert statuses(folder) == ["finished", "failed", "finished"]
+    assert table(folder)[1]["cause"] == "ValueError"
     assert [yaml.safe_load((folder / str(n) / "config.yaml").read_text())["seed"] for n in range(3)] == [1, 2, 4]
-    assert rows(answer.out)[2][3] == f"{results.results(folder / '2')['score']:.4f}"
-    assert f"tensorboard --logdir outputs/multirun/{folder.name}" in answer.out
-    for text in (answer.err, results.log(folder / "1")):
+    assert f"tensorboard --logdir outputs/multirun/{folder.name}" not in answer.out
+    for text in ((folder / "logs" / "1.log").read_text(), results.log(folder / "1")):
         assert "ValueError: this one fails" in text
+    # Each would run alone by its overrides.
+    typed = ["trainer.gpus=0", "recipe=toy", *SHORT, "seed=4"]
+    assert plan_of(folder)["trials"][2]["overrides"][: len(typed)] == typed
+
+
+def test_failed_trials_are_restarted_on_request(sweep, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    sweep("recipe=toy", *SHORT, "seed=1,2", *FAILS)
+    folder = sweep_folder(tmp_path)
+    (tmp_path / "repaired").touch()
+    first = results.run_file(folder / "0")["started"]
+    answer = sweep(f"resume={folder}")
+    assert answer.status == 0
+    assert statuses(folder) == ["finished", "failed"]
+    answer = sweep(f"resume={folder}", "sweep.retry=failed")
+    assert answer.status == 0, answer.err
+    assert statuses(folder) == ["finished", "finished"]
+    assert results.run_file(folder / "0")["started"] == first
+
+
+def test_new_values_add_trials_and_repeat_none(sweep, tmp_path):
+    sweep("recipe=toy", *SHORT, "seed=1,2")
+    folder = sweep_folder(tmp_path)
+    before = [results.run_file(folder / number) for number in "01"]
+    answer = sweep(f"resume={folder}", "seed=2,3", "optimizer.lr=0.05,0.01")
+    assert answer.status == 0, answer.err
+    assert [results.run_file(folder / number) for number in "01"] == before
+    added = [trial["overrides"][-2:] for trial in plan_of(folder)["trials"][2:]]
+    assert added == [
+        ["seed=2", "optimizer.lr=0.05"],
+        ["seed=2", "optimizer.lr=0.01"],
+        ["seed=3", "optimizer.lr=0.05"],
+        ["seed=3", "optimizer.lr=0.01"],
+    ]
+    assert statuses(folder) == ["finished"] * 6
+
+
+def test_a_sweep_whose_recipe_has_changed_is_not_continued(sweep, tmp_path):
+    recipe = tmp_path / "conf" / "recipe" / "mine.yaml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("# @package _global_\ndefaults: [toy]\noptimizer: {lr: 0.01}\n")
+    (tmp_path / "failing.py").write_text(FAILING)
+    sweep("recipe=mine", *SHORT, "seed=1,2", *FAILS)
+    folder = sweep_folder(tmp_path)
+    recipe.write_text("# @package _global_\ndefaults: [toy]\noptimizer: {lr: 0.02}\n")
+    answer = sweep(f"resume={folder}", "sweep.retry=failed")
+    assert answer.status == 2
+    assert "Trial 1 of" in answer.err
+    assert "would have another configuration today" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["optimizer.lr=0.1,abc"], "optimizer.lr=abc: must be a number"),
+        (["seed=1,2", "sweep.jobs=1,2"], "settings of the sweep itself can't be swept over"),
+        (["seed=1,2", "sweep.n_trials=3"], "sweep.n_trials=3 is for a search"),
+        (["seed=1,2", "sweep.share_gpus=2"], "these run on the CPU"),
+        (["seed=1,2", "resume=nowhere"], "there is no such folder"),
+        (["optimizer.lr=interval(0.1,1)", "sweep=optuna", "checkpoint.monitor=null"], "checkpoint.monitor"),
+        (["optimizer.lr=0.1", "sweep=optuna"], "no key has values to choose from"),
+        (["optimizer.lr=interval(0.1,1)", "sweep=optuna", "sweep.n_trials=null"], "sweep.n_trials=N"),
+        (
+            ["optimizer.lr=interval(0.1,1)", "sweep=optuna", "sweep.sampler._target_=optuna.samplers.TPESampl"],
+            "TPESampler",
+        ),
+        (["seed=1,2", "job=runs"], "job=runs is about one run"),
+        (["seed=1,2", "hydra/launcher=joblib"], "joblib"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_before_anything_runs(sweep, tmp_path, typed, expected):
+    answer = sweep("recipe=toy", *SHORT, *typed)
+    assert answer.status == 2
+    assert expected in answer.err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_settings_of_sweeps_need_a_sweep(fork_server, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert compose.main(["recipe=toy", "sweep.jobs=2"], fork_server=fork_server) == 2
+    assert "sweep.jobs=2 is for sweeps. Type -m too" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_sweep_starts_nothing(sweep, tmp_path):
+    answer = sweep("job=plan", "recipe=toy", *SHORT, "seed=1,2,3", "sweep.jobs=2")
+    assert answer.status == 0, answer.err
+    assert "trials       3" in answer.out
+    assert "at a time    2" in answer.out
+    assert "2      seed=3" in answer.out
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_only_the_best_trial_is_tested(sweep, tmp_path):
+    answer = sweep("recipe=toy", *SHORT, "optimizer.lr=0.001,0.05")
+    assert answer.status == 0, answer.err
+    folder = sweep_folder(tmp_path)
+    assert [results.results(folder / number)["test"] for number in "01"] == [None, None]
+    tested = [number for number in "01" if list((folder / number / "eval").glob("*"))]
+    assert tested == ["1"]
+    assert "test/loss" in answer.out
+    # Continuing it tests nothing again.
+    sweep(f"resume={folder}")
+    assert len(list((folder / "1" / "eval").iterdir())) == 1
+
+
+def test_all_trials_are_tested_on_request(sweep, tmp_path):
+    sweep("recipe=toy", *SHORT, "seed=1,2", "sweep.test=all")
+    folder = sweep_folder(tmp_path)
+    assert all(results.results(folder / number)["test"]["metrics"] for number in "01")
 
 
 EDITED = """
 from pathlib import Path
 
 class Edited:
-    '''Somebody edits this module while the job with seed 2 is training.'''
+    '''Somebody edits this module while the trial with seed 2 is training.'''
     def __init__(self, seed): self.seed = seed
     def on_fit_start(self, info):
         if self.seed == 2:
@@ -95,158 +226,128 @@ class Edited:
 """
 
 
-def test_jobs_of_changed_code_are_marked(sweep, tmp_path):
+def test_trials_of_changed_code_are_marked(sweep, tmp_path):
     (tmp_path / "edited.py").write_text(EDITED)
     edited = ("+callbacks.e._target_=edited.Edited", "+callbacks.e.seed=${seed}")
-    assert sweep("recipe=toy", *SHORT, "seed=1,2,4", *edited).status == 0
-    (folder,) = tmp_path.glob("outputs/multirun/*")
-    plans = [TrialPlan(number, (f"seed={number}",), config_hash="") for number in range(3)]
-    trials = read_results(SweepFolder(folder), plans)
-    # What a job has imported is looked at before it trains.
-    assert [trial.code_changed for trial in trials] == [False, False, True]
-    assert [trial.steps for trial in trials] == [2, 2, 2]
-    assert trials[0].score == results.results(folder / "0")["score"]
+    assert sweep("recipe=toy", *SHORT, "seed=1,2,4", "sweep.jobs=1", *edited).status == 0
+    folder = sweep_folder(tmp_path)
+    # What a trial has imported is looked at before it trains.
+    assert [line["code_changed"] for line in table(folder)] == ["false", "false", "true"]
     modules = results.run_file(folder / "0")["modules"]
     assert modules["edited"] == hashlib.sha256(EDITED.encode()).hexdigest()
     assert modules.keys() >= {"recipes.toy"}
     assert not any(name.startswith(("framework", "torch", "numpy")) for name in modules)
 
 
-# A sweeper that chooses by results
-
-SWEEPER = """
-from pathlib import Path
-from hydra.core.plugins import Plugins
-from hydra.plugins.sweeper import Sweeper
-
-class Mine(Sweeper):
-    '''Tries three learning rates, each chosen from what came before; writes down the results.'''
-    def setup(self, *, hydra_context, task_function, config):
-        self.config = config
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config)
-    def sweep(self, arguments):
-        lr = 0.001
-        for number in range(3):
-            (job,) = self.launcher.launch([[*arguments, f"optimizer.lr={lr}"]], initial_job_idx=number)
-            with Path("results").open("a") as file:
-                value = job._return_value
-                file.write(f"{lr} {job.status.name} {value if isinstance(value, float) else type(value).__name__}\\n")
-            lr = "1e30" if number == 0 else 0.002
-        Path(self.config.hydra.sweep.dir, "optimization_results.yaml").write_text("lr: 0.002\\n")
-"""
+# A search
 
 
-@pytest.fixture
-def sweeper(tmp_path) -> Path:
-    """A plugin as Hydra finds them, in a folder on the path; and the folder `conf` that chooses it."""
-    (tmp_path / "hydra_plugins" / "mine").mkdir(parents=True)
-    (tmp_path / "hydra_plugins" / "mine" / "__init__.py").touch()
-    (tmp_path / "hydra_plugins" / "mine" / "sweeper.py").write_text(SWEEPER)
-    (tmp_path / "conf" / "hydra" / "sweeper").mkdir(parents=True)
-    option = tmp_path / "conf" / "hydra" / "sweeper" / "mine.yaml"
-    option.write_text("_target_: hydra_plugins.mine.sweeper.Mine\n")
-    return tmp_path
+def test_a_search_goes_on_after_a_failed_trial(sweep, tmp_path):
+    search = ("sweep=optuna", "sweep.n_trials=5", "optimizer.lr=choice(0.001,0.01,1e30)", "sweep.pruner=null")
+    answer = sweep("recipe=toy", *SHORT, "trainer.log_every_n_steps=1", *search)
+    assert answer.status in (0, 1), answer.err
+    folder = sweep_folder(tmp_path)
+    ended = statuses(folder)
+    assert set(ended) <= {"finished", "failed"}
+    assert "finished" in ended
+    # It is a total: nothing is left.
+    again = sweep(f"resume={folder}")
+    assert len(statuses(folder)) == len(ended)
+    assert "running" not in again.out
+
+
+def test_a_search_prunes_by_the_first_seed_and_compares_means(sweep, tmp_path):
+    typed = ("recipe=toy", "logger=jsonl", "trainer.max_epochs=30", *LIMITS)
+    search = ("sweep=optuna", "sweep.n_trials=6", "optimizer.lr=choice(1e-6,0.05)", "seed=1,2", "sweep.jobs=1")
+    pruner = ("sweep.pruner.n_startup_trials=1", "sweep.pruner.n_warmup_steps=1")
+    answer = sweep(*typed, *search, *pruner)
+    assert answer.status == 0, answer.err
+    folder = sweep_folder(tmp_path)
+    lines = table(folder)
+    by_value: dict[str, list[dict[str, str]]] = {}
+    for line in lines:
+        by_value.setdefault(line["optimizer.lr"], []).append(line)
+    # Each value runs once with each seed: a search that chooses it again gets the same result.
+    assert [line["seed"] for line in by_value["0.05"]] == ["1", "2"]
+    assert {line["status"] for line in by_value["0.05"]} == {"finished"}
+    best = answer.out.partition("\n1 ")[2].splitlines()[:2]
+    assert "optimizer.lr=0.05" in "".join(best)
+
+
+# Stopping and continuing
+
+
+def start_sweep(tmp_path: Path, *typed: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "framework", "-m", *typed]
+    return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_checkpoints(tmp_path: Path, *, count: int) -> Path:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if len(list(tmp_path.glob("outputs/multirun/*/*/checkpoints/last"))) >= count:
+            return sweep_folder(tmp_path)
+        time.sleep(0.05)
+    raise AssertionError("no trial has saved a checkpoint")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.exhaustive
+def test_a_stopped_sweep_continues(tmp_path, number):
+    typed = (*LONG, "seed=1,2,3", "sweep.jobs=2")
+    process = start_sweep(tmp_path, *typed)
+    folder = wait_for_checkpoints(tmp_path, count=2)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, out
+    assert f"resume={folder.relative_to(tmp_path)}" in out
+    assert statuses(folder).count("stopped") == 2
+
+    result = run_framework("-m", "resume=auto", *typed, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert statuses(folder) == ["finished"] * 3
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    assert run_framework("-m", *typed, cwd=undisturbed).returncode == 0
+    assert scores(folder) == scores(sweep_folder(undisturbed))
 
 
 @pytest.mark.exhaustive
-def test_a_sweeper_sees_metrics_and_failures(sweeper):
-    command = ("-m", "recipe=toy", "trainer.gpus=0", "hydra/sweeper=mine", "seed=3", *SHORT)
-    result = run_framework(*command, "trainer.log_every_n_steps=1", cwd=sweeper, env={"PYTHONPATH": str(sweeper)})
-    assert result.returncode == 1, result.stderr
-    (folder,) = sweeper.glob("outputs/multirun/*")
-    scores = {number: results.run_file(folder / str(number)).get("results", {}).get("score") for number in range(3)}
-    assert scores[1] is None
-    assert scores[0] == pytest.approx(min(results.curve(folder / "0", "val/loss").values()))
-    given = [line.split() for line in (sweeper / "results").read_text().splitlines()]
-    assert [line[:2] for line in given] == [["0.001", "COMPLETED"], ["1e30", "FAILED"], ["0.002", "COMPLETED"]]
-    assert [float(given[number][2]) for number in (0, 2)] == [scores[0], scores[2]]
-    assert given[1][2] == "RunError"
-    assert "1 of 3 jobs failed: 1" in result.stdout
-    assert [row[1] for row in rows(result.stdout)] == ["optimizer.lr=0.001", "optimizer.lr=1e30", "optimizer.lr=0.002"]
-    # What the sweeper wrote is in the sweep's folder.
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "optimization_results.yaml"]
-    assert (folder / "optimization_results.yaml").read_text() == "lr: 0.002\n"
-    # Its command runs each job alone.
-    alone = ["recipe=toy", "trainer.gpus=0", "seed=3", *SHORT, "trainer.log_every_n_steps=1", "optimizer.lr=0.002"]
-    assert shlex.split(results.run_file(folder / "2")["command"]) == ["python", "-m", "framework", *alone]
+def test_a_killed_sweep_continues(tmp_path):
+    typed = (*LONG, "seed=1,2,3,4", "sweep.jobs=2")
+    process = start_sweep(tmp_path, *typed)
+    folder = wait_for_checkpoints(tmp_path, count=2)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=120)
+    for _ in range(2):
+        process = start_sweep(tmp_path, f"resume={folder}")
+        time.sleep(4)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=120)
+
+    result = run_framework("-m", f"resume={folder}", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert statuses(folder) == ["finished"] * 4
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    assert run_framework("-m", *typed, cwd=undisturbed).returncode == 0
+    assert scores(folder) == scores(sweep_folder(undisturbed))
 
 
-DIRECTED = """
-from pathlib import Path
-from hydra_plugins.mine.sweeper import Mine
-
-class Directed(Mine):
-    def __init__(self, direction, params=None): self.direction = direction
-    def sweep(self, arguments): Path("direction").write_text(str(self.direction))
-"""
-
-
-@pytest.fixture
-def directed(sweeper, monkeypatch) -> Path:
-    """The sweeper with a direction, as Optuna's has it."""
-    (sweeper / "hydra_plugins" / "mine" / "directed.py").write_text(DIRECTED)
-    option = sweeper / "conf" / "hydra" / "sweeper" / "directed.yaml"
-    option.write_text("_target_: hydra_plugins.mine.directed.Directed\ndirection: minimize\nparams: null\n")
-    return sweeper
+def scores(folder: Path) -> list[tuple[str, str]]:
+    return [(line["val/loss"], line["step"]) for line in table(folder)]
 
 
 @pytest.mark.exhaustive
-def test_a_sweeper_optimizes_by_checkpoint_mode(directed):
-    command = ("-m", "recipe=digits", "trainer.gpus=0", "hydra/sweeper=directed")
-    result = run_framework(*command, cwd=directed, env={"PYTHONPATH": str(directed)})
-    assert "hydra.sweeper.direction=maximize, from checkpoint.mode=max" in result.stdout, result.stderr
-    assert (directed / "direction").read_text() == "maximize"
-
-
-OPTUNA: dict[str, Any] = {"direction": "minimize"}
-
-
-@pytest.mark.parametrize(
-    ("section", "mode", "expected"),
-    [
-        (OPTUNA, "max", ["hydra.sweeper.direction=maximize"]),
-        (OPTUNA, "min", []),
-        ({"direction": ["maximize"]}, "max", []),
-        ({"optim": {"maximize": False}}, "max", ["hydra.sweeper.optim.maximize=true"]),
-        ({"optim": {"maximize": False}}, "min", []),
-        (
-            {"ax_config": {"experiment": {"minimize": True}, "early_stop": {"minimize": True}}},
-            "max",
-            ["hydra.sweeper.ax_config.experiment.minimize=false", "hydra.sweeper.ax_config.early_stop.minimize=false"],
-        ),
-        ({"n_trials": 3}, "max", []),
-    ],
-)
-def test_a_sweepers_direction_follows_checkpoint_mode(section, mode, expected):
-    assert sweeper_direction(section, typed=[], mode=mode, monitor="val/accuracy") == expected
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contradiction:
-    section: dict[str, Any]
-    typed: str = "seed=1"
-    mode: str = "min"
-    monitor: str | None = "val/loss"
-    named: str
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Contradiction(
-            section=OPTUNA,
-            typed="hydra.sweeper.direction=minimize",
-            mode="max",
-            monitor="val/f1",
-            named="contradicts checkpoint.mode=max",
-        ),
-        Contradiction(section={"direction": "maximize"}, named="contradicts checkpoint.mode=min"),
-        Contradiction(section={"optim": {"maximize": True}}, named="optim.maximize=true contradicts"),
-        Contradiction(section={"direction": ["minimize", "maximize"]}, named="2 directions, and a job has one score"),
-        Contradiction(section=OPTUNA, monitor=None, named="set checkpoint.monitor"),
-    ],
-)
-def test_a_direction_that_contradicts_is_refused(case: Contradiction):
-    with pytest.raises(ConfigError, match=case.named):
-        sweeper_direction(case.section, typed=[case.typed], mode=case.mode, monitor=case.monitor)
+def test_two_workers_share_a_sweep(tmp_path):
+    process = start_sweep(tmp_path, *LONG, "seed=range(1,7)", "sweep.jobs=1")
+    folder = wait_for_checkpoints(tmp_path, count=1)
+    helper = run_framework(f"sweep.worker={folder}", "sweep.jobs=1", cwd=tmp_path)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out
+    assert helper.returncode == 0, helper.stdout + helper.stderr
+    assert statuses(folder) == ["finished"] * 6
+    own = {line.split()[0] for line in out.splitlines() if line.endswith("running")}
+    helped = {line.split()[0] for line in helper.stdout.splitlines() if line.endswith("running")}
+    assert helped
+    assert not own & helped

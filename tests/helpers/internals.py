@@ -28,20 +28,18 @@ if TYPE_CHECKING:
     from framework.checkpoint.writer import check_plain
     from framework.checkpoint.writer import point as point_checkpoint
     from framework.checkpoint.writer import write as write_checkpoint
-    from framework.command import check_trials as check_trials_module
     from framework.command import compose
     from framework.command import job as job_module
     from framework.command import sweep as sweep_module
     from framework.command import trust as trust_module
-    from framework.command.check_trials import check_trials
     from framework.command.equivalents import commands, environment
-    from framework.command.hydra_compose import compose_config, current_hydra, hydra_for, resolved
+    from framework.command.hydra_compose import current_hydra, hydra_for
     from framework.command.job import check_request
     from framework.command.launcher import Placement, place
     from framework.command.messages import interrupted_message, start_message, training_summary, unused_variables
     from framework.command.request import JobResult, Request
     from framework.command.resume import BaseRun, find_auto_run, find_base, names_a_run, saved_run
-    from framework.command.sweep import run_sweep, sweeper_direction
+    from framework.command.slots import make_slots
     from framework.config import assets as assets_module
     from framework.config import objects as objects_module
     from framework.config import source as source_module
@@ -209,7 +207,7 @@ if TYPE_CHECKING:
     from framework.launch.error_record import record_of
     from framework.launch.external import external_topology
     from framework.launch.fingerprint import Fingerprint, differences, fingerprint
-    from framework.launch.fork_server import PRELOAD, ForkServer
+    from framework.launch.fork_server import PRELOAD, ForkServer, OwnForkServer
     from framework.launch.handshake import ExternalRanks, Handshake
     from framework.launch.plan import MonitorLink, RankArguments
     from framework.launch.rank_environment import network_environment

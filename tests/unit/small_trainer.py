@@ -190,7 +190,7 @@ def make_trainer(
         val_loaders={} if val is None else {"val": eval_loader(val, share, is_even=strategy.forward_communicates)},
         checkpoints=checkpoints,
         after_first_step=after_first_step,
-        check_metrics=lambda _: None,
+        after_validation=lambda _: None,
         link=watched,
         clock=clock,
     )

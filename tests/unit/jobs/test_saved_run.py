@@ -135,8 +135,6 @@ def test_an_evaluation_forgets_the_runs_initial_weights(run_dir: RunDir) -> None
 def test_options_that_contradict_a_saved_run_are_refused(run_dir: RunDir) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.path=a,b: .* must be one run directory"):
         saved_run(["checkpoint.path=a,b"])
-    with pytest.raises(ConfigError, match="resume can't go with a sweep"):
-        find_base([f"resume={run_dir.path}"], compose=lambda _: {}, change=lambda raw, _: dict(raw), swept=True)
     unsaved = BaseRun(None, without_typed=None, typed=())
     assert unsaved.configuration(raw_config()) == raw_config()
     for key in ("resume", "checkpoint.path"):
@@ -183,8 +181,6 @@ def test_auto_is_the_newest_unfinished_training(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().err == ""
 
 
-def test_only_auto_is_searched_and_not_in_sweeps(tmp_path: Path) -> None:
+def test_only_auto_is_searched(tmp_path: Path) -> None:
     assert found(tmp_path, "seed=1", "resume=some/where") == ["seed=1", "resume=some/where"]
     assert found(tmp_path, "seed=1") == ["seed=1"]
-    with pytest.raises(ConfigError, match="can't go with a sweep"):
-        find_base(["resume=auto"], compose=lambda _: {}, change=lambda raw, _: dict(raw), swept=True)

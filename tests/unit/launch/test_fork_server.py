@@ -14,7 +14,7 @@ import pytest
 
 from framework.errors import LaunchError
 from tests.helpers import processes
-from tests.helpers.internals import Child, ForkServer, Message, RunServer
+from tests.helpers.internals import Child, ForkServer, Message, OwnForkServer, RunServer
 from tests.helpers.stopping import wait_until
 
 DEADLINE_S = 60.0
@@ -26,7 +26,7 @@ def start() -> Iterator[Callable[..., RunServer]]:
     servers: list[ForkServer | RunServer] = []
 
     def call(*preload: str) -> RunServer:
-        parent = ForkServer(preload)
+        parent = OwnForkServer(preload)
         servers.append(parent)
         server = parent.fork()
         servers.append(server)

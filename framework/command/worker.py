@@ -1,0 +1,213 @@
+"""The worker of a sweep: it starts trials while there are slots and trials, and follows them until all have ended.
+
+It trains nothing itself, and needs no torch. Several workers, on several machines, may work on one sweep.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, final
+
+from framework.command.request import Request
+from framework.command.slots import Slot
+from framework.command.trial import Progress, start_trial
+from framework.command.trials import PRUNED, REFUSED, Trials, has_failed
+from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, EXIT_WRONG_REQUEST, FrameworkError
+from framework.launch.fork_server import ForkServer, running_fork_server
+from framework.launch.run_server import RunServer
+from framework.sweeps.claims import Claims
+from framework.sweeps.folder import SweepFolder, TrialPlan
+from framework.sweeps.results import TrialResult, read_results
+from framework.system.shown_text import shown
+from framework.system.signals import Signals, catching_signals
+
+if TYPE_CHECKING:
+    from framework.command.trials_view import TrialsView
+
+# How often the worker looks for trials that another one has left, and shows that it is alive.
+_BEAT_S = 2.0
+
+
+@dataclass
+class _Running:
+    """A trial that runs."""
+
+    plan: TrialPlan
+    slot: Slot
+    key: str
+    progress: Progress
+    started: float
+    is_pruned: bool = False
+
+
+@final
+class Worker:
+    """Runs trials until none is left, all at once as slots allow. Call `run` once.
+
+    Args:
+        trials: those of the sweep.
+        request_of: returns what a trial's process runs. Raises FrameworkError.
+        slots: the places for trials on this machine.
+        view: shows what happens.
+        fail_fast: stop all trials once one has failed.
+    """
+
+    def __init__(
+        self,
+        folder: SweepFolder,
+        trials: Trials,
+        *,
+        request_of: Callable[[TrialPlan], Request],
+        slots: Sequence[Slot],
+        claims: Claims,
+        view: TrialsView,
+        fail_fast: bool,
+    ) -> None:
+        self._folder = folder
+        self._trials = trials
+        self._request_of = request_of
+        self._free = list(slots)
+        self._claims = claims
+        self._view = view
+        self._fail_fast = fail_fast
+        self._running: dict[str, _Running] = {}
+        self._has_failed = False
+        # The signal that stopped the sweep; 0 for none.
+        self._stop_signal = 0
+        # True once no more trials are started.
+        self._is_stopping = False
+
+    def run(self, fork_server: ForkServer | None) -> int:
+        """Run trials; return 0, EXIT_RUN_FAILED if one failed, or EXIT_STOPPED.
+
+        Raises KeyboardInterrupt on a second Ctrl-C. No trial runs afterwards.
+        """
+        with (
+            catching_signals() as signals,
+            running_fork_server(fork_server) as server,
+            closing(server.fork()) as parent,
+        ):
+            server.load(["framework.command.trial"])
+            try:
+                self._loop(signals, server=server, parent=parent)
+            finally:
+                parent.await_end()
+                for running in self._running.values():
+                    self._claims.release(running.plan.number)
+        if self._stop_signal:
+            return EXIT_STOPPED
+        return EXIT_RUN_FAILED if self._has_failed else 0
+
+    def _loop(self, signals: Signals, *, server: ForkServer, parent: RunServer) -> None:
+        next_beat = time.monotonic() + _BEAT_S
+        while True:
+            self._start_trials(server, parent)
+            if not self._running and (self._is_stopping or self._trials.is_complete()):
+                return
+            pipes = [running.progress for running in self._running.values() if running.progress.is_open]
+            sources: list[Any] = [signals, parent, *pipes]
+            readable, _, _ = select.select(sources, [], [], max(0.0, next_beat - time.monotonic()))
+            for source in readable:
+                if source is signals:
+                    self._on_signals(signals, parent)
+                elif source is parent:
+                    self._on_end(parent)
+                elif source.is_open:
+                    # It is closed if the trial's end came with it.
+                    self._on_progress(source, parent)
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + _BEAT_S
+                self._beat(parent)
+            self._view.show([(running.plan, running.progress.latest) for running in self._running.values()])
+
+    def _start_trials(self, server: ForkServer, parent: RunServer) -> None:
+        while self._free and not self._is_stopping:
+            plan = self._trials.next()
+            if plan is None:
+                return
+            try:
+                self._start(plan, server=server, parent=parent)
+            except FrameworkError as error:
+                self._view.say(shown(str(error)))
+                self._ended(plan, self._refused(plan), parent=parent)
+
+    def _start(self, plan: TrialPlan, *, server: ForkServer, parent: RunServer) -> None:
+        request = self._request_of(plan)
+        log = self._folder.trial_log(plan.number)
+        log.parent.mkdir(exist_ok=True)
+        slot = self._free.pop(0)
+        key, progress = start_trial(request, slot=slot, log=log, parent=parent, fork_server=server)
+        self._running[key] = _Running(plan, slot, key=key, progress=progress, started=time.monotonic())
+        self._view.started(plan)
+
+    # Events
+
+    def _on_progress(self, progress: Progress, parent: RunServer) -> None:
+        is_validated = progress.take()
+        if not is_validated or progress.latest is None:
+            return
+        (running,) = [running for running in self._running.values() if running.progress is progress]
+        latest = progress.latest
+        is_hopeless = self._trials.report(running.plan, step=latest.validations - 1, value=latest.validated_value)
+        if is_hopeless and not running.is_pruned and not self._is_stopping:
+            running.is_pruned = True
+            parent.kill(running.key, signal_number=signal.SIGTERM)
+
+    def _on_end(self, parent: RunServer) -> None:
+        event = parent.next_event()
+        running = self._running.pop(event["key"])
+        running.progress.close()
+        self._free.append(running.slot)
+        plan = running.plan
+        (result,) = read_results(self._folder, [plan])
+        # It may have finished before it was told to stop.
+        if running.is_pruned and result.status in ("stopped", "interrupted"):
+            self._folder.trial(plan.number).update_run({"status": PRUNED})
+            result = replace(result, status=PRUNED)
+        if event["status"] == EXIT_WRONG_REQUEST and result.status == "waiting":
+            result = self._refused(plan)
+        self._ended(plan, result, parent=parent)
+
+    def _refused(self, plan: TrialPlan) -> TrialResult:
+        run = self._folder.trial(plan.number).path
+        return TrialResult(number=plan.number, overrides=plan.overrides, status=REFUSED, run=run)
+
+    def _ended(self, plan: TrialPlan, result: TrialResult, *, parent: RunServer) -> None:
+        """Show how a trial ended, and go on with the sweep or not."""
+        is_restarted = self._trials.ended(plan, result) and not self._is_stopping
+        self._claims.release(plan.number)
+        self._view.ended(plan, result, is_restarted=is_restarted)
+        if not has_failed(result) or is_restarted:
+            return
+        self._has_failed = True
+        if self._fail_fast and not self._is_stopping:
+            self._view.say(f"Trial {plan.number} failed, so the others are stopped (sweep.fail_fast=true).")
+            self._stop_all(parent, signal.SIGTERM)
+
+    def _on_signals(self, signals: Signals, parent: RunServer) -> None:
+        for number in signals.take():
+            if not self._stop_signal:
+                self._stop_signal = number
+                self._view.stopping(number, num_running=len(self._running))
+                self._stop_all(parent, number)
+            elif number == signal.SIGINT:
+                raise KeyboardInterrupt
+
+    def _stop_all(self, parent: RunServer, signal_number: int) -> None:
+        self._is_stopping = True
+        for running in self._running.values():
+            parent.kill(running.key, signal_number=signal_number)
+
+    def _beat(self, parent: RunServer) -> None:
+        """Show other workers that this one is alive; end trials that another one has taken over meanwhile."""
+        trouble = self._claims.beat()
+        if trouble is not None:
+            self._view.say(trouble)
+        for running in self._running.values():
+            if self._claims.is_lost(running.plan.number):
+                parent.kill(running.key)
