@@ -17,7 +17,7 @@ from framework.api.nodes import KEY, Nodes, is_maker, override_value, unused_nam
 from framework.command.request import JobResult, PythonCall
 from framework.config.keys import known_keys
 from framework.config.other_names import advice
-from framework.config.saved import key_of
+from framework.config.overrides import key_of
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError, RequestError, RunError

@@ -15,8 +15,9 @@ from framework.config.mistakes import raise_mistakes
 from framework.config.nested import walk
 from framework.config.objects import ObjectFactory, load_objects
 from framework.config.renamed import present_overrides, with_present_names, without_removed
-from framework.config.saved import load_yaml, objects_of
+from framework.config.saved import objects_of
 from framework.config.targets import import_target
+from framework.config.yaml_files import load_yaml
 from framework.errors import ConfigError
 from framework.system.run_dir import RunDir, write_atomically
 from framework.system.shown_text import MASK

@@ -14,8 +14,10 @@ from framework.api.nodes import Nodes, is_maker, override_value
 from framework.api.recipe import write_recipe
 from framework.checkpoint.layout import BEST, LAST
 from framework.command.trust import check_trust
+from framework.config.find_run import is_run
 from framework.config.parse import parse
-from framework.config.saved import SavedRun, is_run, load_config, load_run, load_yaml, objects_of
+from framework.config.saved import SavedRun, load_config, load_run, objects_of
+from framework.config.yaml_files import load_yaml
 from framework.errors import ConfigError
 from framework.runs.record import RunRecord, read_rows, read_run
 from framework.system.run_dir import RunDir

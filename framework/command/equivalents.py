@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from framework.command.request import Request
-from framework.config.saved import key_of
+from framework.config.overrides import key_of
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.distributed.store import LOOPBACK

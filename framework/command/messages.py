@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.checkpoint import complete_steps
-from framework.config.saved import outputs_arguments, resume_argument
+from framework.config.overrides import outputs_arguments, resume_argument
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED

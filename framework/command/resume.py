@@ -19,23 +19,12 @@ from typing import Any
 from framework.checkpoint import LocalStorage, find
 from framework.checkpoint.layout import CONFIG_NAME
 from framework.command.trust import check_trust, why_not_owned
+from framework.config.apply_typed import apply_typed
+from framework.config.find_run import is_run, newest_unfinished
 from framework.config.other_names import value_advice
+from framework.config.overrides import key_of, merge_overrides, resume_argument, search_path_override, value_of
 from framework.config.renamed import present_overrides, removed_settings, without_removed
-from framework.config.saved import (
-    SavedRun,
-    apply_typed,
-    is_run,
-    key_of,
-    load_checkpoint,
-    load_rerun,
-    load_saved,
-    merge_overrides,
-    newest_unfinished,
-    objects_of,
-    resume_argument,
-    search_path_override,
-    value_of,
-)
+from framework.config.saved import SavedRun, load_checkpoint, load_rerun, load_saved, objects_of
 from framework.config.secrets import masked_override, missing_secrets
 from framework.config.values import show
 from framework.errors import ConfigError

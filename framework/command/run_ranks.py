@@ -17,7 +17,7 @@ from framework.command.messages import (
     unused_variables,
 )
 from framework.command.request import JobResult, Request
-from framework.config.saved import is_run, run_of
+from framework.config.find_run import is_run, run_of
 from framework.config.schema import Config
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, FrameworkError, RequestError, StoppedBySignalError
 from framework.launch.base import Part

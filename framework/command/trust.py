@@ -17,8 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from framework.config.find_run import is_run
 from framework.config.nested import walk
-from framework.config.saved import SavedRun, is_run, key_of, objects_of
+from framework.config.overrides import key_of
+from framework.config.saved import SavedRun, objects_of
 from framework.errors import ConfigError
 from framework.system.formatting import display_path
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from framework.config.keys import Key, named_keys
@@ -50,3 +53,76 @@ def _as_quoted(value: str) -> str:
     if not value or value == "null" or value.startswith(("'", '"')):
         return value
     return f"'{value}'"
+
+
+def key_of(override: str) -> str:
+    """Return the key or group of an override: `trainer.gpus` for `+trainer.gpus=2`."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def value_of(override: str) -> Any:
+    """Return the value of `key=value` as Hydra parses it, or unparsed if Hydra can't."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(override).value()
+    except HydraException:
+        # A path with characters that Hydra would want quoted.
+        return override.partition("=")[2].strip("'\"")
+
+
+def dotted_key(override: str) -> str:
+    """Return the key that an override sets, also if it chooses an option of a group such as `optimizer@x=sgd`."""
+    return key_of(override).partition("@")[0].replace("/", ".")
+
+
+def merge_overrides(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """Return the overrides of a resumed run: those typed for the original run, then those typed now.
+
+    A key typed now replaces the earlier one; choosing another option of a group drops what was typed for the old one.
+    """
+    replaced: set[str] = set()
+    for text in typed:
+        value = text.partition("=")[2]
+        # A mapping is merged into what is there (`optimizer={lr:0.1}`), anything else replaces it.
+        if not value.lstrip().startswith("{"):
+            replaced.add(key_of(text))
+    # `optimizer=sgd` replaces `optimizer.lr=0.1`, too; a key with a dot is no group.
+    groups = {key for key in replaced if "." not in key}
+
+    merged: list[str] = []
+    for text in saved:
+        key = key_of(text)
+        if key not in replaced and key.partition(".")[0] not in groups:
+            merged.append(text)
+    return [*merged, *typed]
+
+
+def search_path_override(places: Sequence[str]) -> str:
+    """Return the override that makes Hydra look for options in these places, too."""
+    quoted = [place.replace("\\", "\\\\").replace("'", "\\'") for place in places]
+    return "hydra.searchpath=[" + ",".join(f"'{place}'" for place in quoted) + "]"
+
+
+def resume_argument(path: str | Path) -> str:
+    """Return `resume=PATH`, quoted for the shell and for Hydra."""
+    return path_argument("resume", path)
+
+
+def path_argument(key: str, path: str | Path) -> str:
+    """Return `key=PATH`, quoted for the shell and for Hydra."""
+    value = str(path)
+    # Anything but a plain path may mean something else to Hydra.
+    if not re.fullmatch(r"[\w./-]*/[\w./-]*", value, flags=re.ASCII):
+        from hydra.core.override_parser.types import Quote, QuotedString
+
+        value = QuotedString(value, Quote.single).with_quotes()
+    return shlex.quote(f"{key}={value}")
+
+
+def outputs_arguments(overrides: Sequence[str]) -> list[str]:
+    """Return the typed `path.outputs`, quoted for the shell: a command that names a run needs it, since only below it
+    is a run the user's.
+    """
+    return [shlex.quote(text) for text in overrides if key_of(text) in ("path", "path.outputs")]

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from framework.checkpoint import LocalStorage
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.optimizers import optimizer_configs
-from framework.config.saved import written_config
 from framework.config.schema import Node, ProgressMode
+from framework.config.written import written_config
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.gloo_threads import let_gloo_finish_messages

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from framework.config.saved import written_config
+from framework.config.written import written_config
 from framework.engine.data_checks import streams_of
 from framework.engine.module_table import module_table
 from framework.engine.setup import RankSetup

@@ -14,7 +14,8 @@ from framework.checkpoint.reader import load_weights
 from framework.checkpoint.replicas import own_training
 from framework.checkpoint.writer import point
 from framework.config.renamed import with_present_names, without_removed
-from framework.config.saved import load_written_config, load_yaml
+from framework.config.written import load_written_config
+from framework.config.yaml_files import load_yaml
 from framework.distributed.collectives import barrier
 from framework.distributed.seed import mix, restore_generator_states, seed_everything
 from framework.distributed.sharded import is_model_sharded

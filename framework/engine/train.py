@@ -11,7 +11,7 @@ from typing import Any
 from framework.checkpoint import read_manifest
 from framework.checkpoint.layout import BEST
 from framework.checkpoint.reader import load_progress
-from framework.config.saved import is_run
+from framework.config.find_run import is_run
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from framework.config.saved import is_run
+from framework.config.find_run import is_run
 from framework.errors import DiskError, FrameworkError, RunError
 from framework.system.files import free_bytes
 

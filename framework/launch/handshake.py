@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from framework.config.saved import resume_argument
+from framework.config.overrides import resume_argument
 from framework.config.topology import Topology
 from framework.distributed.store import (
     PROBE_S,

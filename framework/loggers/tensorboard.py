@@ -16,7 +16,7 @@ from textwrap import indent
 from types import ModuleType
 from typing import Any, NamedTuple, final
 
-from framework.config.saved import load_written_config
+from framework.config.written import load_written_config
 from framework.errors import ConfigError
 from framework.loggers.encoding import with_png
 from framework.loggers.media import finite_values, images_of, split

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final, get_args
 
-from framework.config.saved import load_written_config
+from framework.config.written import load_written_config
 from framework.errors import ConfigError, describe_error
 from framework.loggers.encoding import with_png
 from framework.loggers.jsonl import JsonLines

@@ -18,7 +18,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from framework.config.saved import is_run, key_of, load_run, save_config, search_path_override
+from framework.config.find_run import is_run
+from framework.config.overrides import key_of, search_path_override
+from framework.config.saved import load_run, save_config
 from framework.config.secrets import Secrets, masked_arguments, masked_override
 from framework.config.topology import Topology
 from framework.errors import ConfigError, RequestError, RunError

@@ -16,9 +16,11 @@ from typing import Any
 
 import yaml
 
+from framework.config.find_run import is_run, suggested_path
 from framework.config.jobs import JOBS
-from framework.config.saved import dump_yaml, is_run, key_of, load_yaml, path_argument, suggested_path
+from framework.config.overrides import key_of, path_argument
 from framework.config.secrets import Secrets, masked_arguments, restored_values
+from framework.config.yaml_files import dump_yaml, load_yaml
 from framework.errors import ConfigError, DiskError
 from framework.sweeps.claims import exclusive
 from framework.system.files import read_json

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from framework.config.saved import key_of
+from framework.config.overrides import key_of
 from framework.sweeps.differences import Block, Scores, told_apart
 from framework.sweeps.results import TrialResult
 from framework.sweeps.student_t import two_sided_quantile

@@ -10,7 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from framework.config.saved import key_of, outputs_arguments, path_argument
+from framework.config.overrides import key_of, outputs_arguments, path_argument
 from framework.config.secrets import masked_override
 from framework.runs.listing import csv_cell
 from framework.sweeps.differences import LEVEL

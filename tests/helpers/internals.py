@@ -43,23 +43,16 @@ if TYPE_CHECKING:
     from framework.config import assets as assets_module
     from framework.config import objects as objects_module
     from framework.config import source as source_module
+    from framework.config.apply_typed import apply_typed
     from framework.config.assets import config_dir
     from framework.config.jobs import FUNCTION, JOBS
     from framework.config.keys import known_keys
     from framework.config.optimizers import optimizer_configs
     from framework.config.other_names import ADVICE
-    from framework.config.overrides import normalize_override
+    from framework.config.overrides import merge_overrides, normalize_override, resume_argument, value_of
     from framework.config.parse import parse
     from framework.config.renamed import present_overrides, without_removed
-    from framework.config.saved import (
-        SavedRun,
-        apply_typed,
-        load_saved,
-        merge_overrides,
-        resume_argument,
-        save_config,
-        value_of,
-    )
+    from framework.config.saved import SavedRun, load_saved, save_config
     from framework.config.schema import (
         BackendConfig,
         CheckpointConfig,

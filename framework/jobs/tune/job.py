@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from framework.command.equivalents import commands
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
-from framework.config.saved import key_of, merge_overrides
+from framework.config.overrides import key_of, merge_overrides
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.jobs.tune.findings import PLOT, RESULT, batch_lines, lr_lines

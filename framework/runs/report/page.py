@@ -28,8 +28,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from framework.config.saved import dump_yaml
 from framework.config.secrets import masked_arguments
+from framework.config.yaml_files import dump_yaml
 from framework.errors import ConfigError
 from framework.monitoring.report import FailureReport, render
 from framework.runs.compare import Section, cell, compare, metrics
