@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -306,25 +307,23 @@ class _Command:
 
     def _sweep_request(self, config: DictConfig, *, overrides: Sequence[str], saved: SavedSweep | None) -> SweepRequest:
         """Return what the command asks of a sweep. config: what its trials have in common."""
+        from framework.command.check_trials import check_trials
         from framework.command.sweep import SweepRequest, check_sweep
 
         check_sweep(config.hydra, external_ranks=self._external_ranks)
         params = config.hydra.sweeper.params or {}
-        of_hydra = [text for text in overrides if key_of(text).startswith("hydra")]
         raw, _ = resolved(config)
+        common = parse(self._base.configuration(raw))
+        request_of = partial(self._trial, typed=overrides)
 
         def compose_trials(combinations: Sequence[Sequence[str]]) -> list[Request]:
-            """Return the checked request of each trial. Raises ConfigError for a mistake in any."""
-            requests = []
-            for number, combination in enumerate(combinations):
-                with self._explained(combination):
-                    composed = self._compose([*of_hydra, f"hydra.job.num={number}", *combination])
-                    trial_raw, trial_overrides = resolved(composed)
-                requests.append(self._request(trial_raw, trial_overrides, number=number))
-            return requests
+            """Return the checked request of each trial. Raises FrameworkError for a mistake in any."""
+            if common.job == "plan":
+                return [request_of(number, combination) for number, combination in enumerate(combinations)]
+            return check_trials(combinations, request_of=request_of)
 
         return SweepRequest(
-            common=parse(self._base.configuration(raw)),
+            common=common,
             # Values to sweep over, in a file or typed.
             overrides=[*(f"{key}={value}" for key, value in params.items()), *overrides],
             compose_trials=compose_trials,
@@ -335,6 +334,14 @@ class _Command:
             search_path=self._search_path,
             fork_server=self._fork_server,
         )
+
+    def _trial(self, number: int, overrides: Sequence[str], *, typed: Sequence[str]) -> Request:
+        """Return what a trial of a sweep is given. typed: the command's overrides, all of whose mistakes are named."""
+        of_hydra = [text for text in typed if key_of(text).startswith("hydra")]
+        with self._explained(typed):
+            config = self._compose([*of_hydra, f"hydra.job.num={number}", *overrides])
+            raw, task_overrides = resolved(config)
+        return self._request(raw, task_overrides, number=number)
 
     def _request(self, composed: Mapping[str, Any], overrides: Sequence[str], *, number: int | None = None) -> Request:
         """Return what a job is given. number: of the job in a sweep."""

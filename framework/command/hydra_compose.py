@@ -1,32 +1,39 @@
 """What the command uses of Hydra: its flags, composing, applying an override, splitting a sweep.
 
-Hydra offers its flags, its splitting of sweeps and its application of overrides only in private modules. They are
-imported here and nowhere else; Hydra's version is pinned.
+Hydra offers its flags, its loader of files, its splitting of sweeps and its application of overrides only in private
+modules. They are imported here and nowhere else; Hydra's version is pinned.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra as Hydra
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from framework.config.assets import config_dir, user_config_dir
@@ -66,6 +73,8 @@ def hydra_for(config_path: str | None) -> Iterator[None]:
         GlobalHydra.instance().clear()
         try:
             with initialize_config_dir(str(folder), job_name="framework", version_base="1.3"):
+                loader = current_hydra().config_loader
+                current_hydra().config_loader = _ConfigLoader(loader.get_search_path())
                 yield
         finally:
             # Hydra may have replaced its instances.
@@ -78,6 +87,106 @@ def current_hydra() -> Hydra:
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
     return hydra
+
+
+_Options = tuple[str | None, RunMode, tuple[str, ...]]
+"""What decides which files a configuration is composed from: the primary one, and the overrides that choose others."""
+
+
+class _ConfigLoader(ConfigLoaderImpl):
+    """Hydra's own, for the many configurations of one command, which change none of the files in between.
+
+    Each file is read once. A sweep's trials differ mostly in values (`optimizer.lr=0.1`), which choose no files: what
+    these files make is composed once, and the values are set in a copy, in a tenth of the time. A command that composes
+    once takes Hydra's way unchanged.
+    """
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self._parsed: dict[str, Override] = {}
+        # The files that have been read, by the primary one and `hydra.searchpath`.
+        self._repositories: dict[tuple[str | None, tuple[str, ...]], CachingConfigRepository] = {}
+        # What has been composed once, with values.
+        self._seen: set[_Options] = set()
+        # What files make, without values.
+        self._composed: dict[_Options, DictConfig] = {}
+
+    def _load_configuration_impl(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        self.ensure_main_config_source_available()
+        parsed, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
+        values = []
+        options = []
+        for text, override in zip(overrides, parsed, strict=True):
+            if _chooses_no_file(override, repository):
+                values.append(override)
+            else:
+                options.append(text)
+        key = (config_name, run_mode, tuple(options))
+        if key not in self._seen or any(override.is_sweep_override() for override in parsed):
+            self._seen.add(key)
+            return super()._load_configuration_impl(
+                config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+            )
+        if key not in self._composed:
+            self._composed[key] = super()._load_configuration_impl(
+                config_name, options, run_mode, from_shell, validate_sweep_overrides
+            )
+        config = copy.deepcopy(self._composed[key])
+        self._apply_overrides_to_config(values, config)
+        _note_overrides(config, parsed)
+        return config
+
+    def _parse_overrides_and_create_caching_repo(
+        self, config_name: str | None, overrides: list[str]
+    ) -> tuple[list[Override], CachingConfigRepository]:
+        unknown = [text for text in overrides if text not in self._parsed]
+        parsed = OverridesParser.create().parse_overrides(unknown)
+        self._parsed.update(zip(unknown, parsed, strict=True))
+
+        places = [text for text in overrides if self._parsed[text].get_key_element() == "hydra.searchpath"]
+        key = (config_name, tuple(places))
+        if key not in self._repositories:
+            _, repository = super()._parse_overrides_and_create_caching_repo(config_name, places)
+            self._repositories[key] = repository
+        return [self._parsed[text] for text in overrides], self._repositories[key]
+
+    def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+        loaded = super()._load_single_config(default, repo)
+        assert default.config_path is not None
+        read = repo.load_config(default.config_path)
+        if read is not None and loaded.config is read.config:
+            # Hydra builds the composed configuration out of the nodes themselves of a file without a package.
+            loaded = copy.copy(loaded)
+            loaded.config = copy.deepcopy(read.config)
+        return loaded
+
+
+def _chooses_no_file(override: Override, repository: IConfigRepository) -> bool:
+    """Return True for an override that sets or removes a value after all files are merged."""
+    if override.is_hydra_override():
+        # Others decide where Hydra looks for files, or what it writes about the composition.
+        return override.key_or_group == "hydra.job.num"
+    return isinstance(override.value(), dict) or not repository.group_exists(override.key_or_group)
+
+
+def _note_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
+    """Write the overrides into Hydra's own section, as Hydra does: files may refer to them."""
+    settings = config.hydra
+    of_hydra = [override for override in overrides if override.is_hydra_override()]
+    others = [override for override in overrides if not override.is_hydra_override()]
+    settings.overrides.hydra = [override.input_line for override in of_hydra]
+    settings.overrides.task = [override.input_line for override in others]
+    form = settings.job.config.override_dirname
+    settings.job.override_dirname = get_overrides_dirname(
+        others, exclude_keys=form.exclude_keys, item_sep=form.item_sep, kv_sep=form.kv_sep
+    )
 
 
 # The command line
@@ -123,14 +232,13 @@ def is_swept(override: str) -> bool:
     return bool(parsed.is_sweep_override())
 
 
-def split_sweep(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return Hydra's own overrides, and the others of each run of a sweep over all combinations of values."""
+def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each run of a sweep over all combinations of values, without Hydra's own overrides."""
     # `recipe=glob(*)` looks its options up.
     parsed = OverridesParser.create(current_hydra().config_loader).parse_overrides(list(overrides))
-    of_hydra = [str(override.input_line) for override in parsed if override.is_hydra_override()]
     others = [override for override in parsed if not override.is_hydra_override()]
     (combinations,) = BasicSweeper.split_arguments(others, max_batch_size=None)
-    return of_hydra, [list(combination) for combination in combinations]
+    return [list(combination) for combination in combinations]
 
 
 # Settings without an effect
@@ -194,7 +302,11 @@ def resolved(config: DictConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the resolved, plain values of what Hydra composed, and its overrides."""
     # A sweeper passes its jobs without it, after Hydra has set it.
     if "hydra" in config:
-        HydraConfig.instance().set_config(config)
+        # `${hydra:...}` is looked up there. Hydra's own `set_config` does the same with a copy, which takes a third of
+        # the time of a sweep's trial.
+        section = config.hydra
+        OmegaConf.set_readonly(section, True)
+        HydraConfig.instance().cfg = SimpleNamespace(hydra=section)  # type: ignore[assignment]
         with open_dict(config):
             del config["hydra"]
     _read_texts(config)
@@ -207,8 +319,9 @@ def _read_texts(node: DictConfig, path: str = "") -> None:
 
     Before everything else is resolved, so that what refers to such a key gets a number, too.
     """
-    for name in node:
-        if not isinstance(name, str):
+    for name, unresolved in node.items_ex(resolve=False):
+        # Most values are plain numbers, and looking at each takes time.
+        if not isinstance(name, str) or not isinstance(unresolved, (str, DictConfig)):
             continue
         key = f"{path}{name}"
         if OmegaConf.is_interpolation(node, name):

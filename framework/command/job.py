@@ -18,7 +18,7 @@ from framework.config.jobs import FUNCTION, JOBS, is_class_name
 from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Config
 from framework.config.targets import import_target
-from framework.errors import RequestError, TargetError
+from framework.errors import ConfigError, RequestError, TargetError
 from framework.system.formatting import display_path, format_facts
 from framework.system.run_dir import RunDir
 
@@ -159,6 +159,14 @@ def load_job(name: str) -> Job:
             f"job={name}: it isn't a subclass of framework.Job. The name of a function begins with a small letter."
         )
     return job_class()
+
+
+def load_swept_job(name: str) -> Job:
+    """Return the job of a sweep's trials. Raises ConfigError for one that answers for one run."""
+    job = load_job(name)
+    if not job.sweepable:
+        raise ConfigError(f"job={name} is about one run, so it can't go with a sweep (-m). Choose one of its jobs.")
+    return job
 
 
 def check_request(request: Request) -> None:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from framework.checkpoint.layout import BEST
 from framework.command.hydra_compose import current_hydra, is_swept, split_sweep
-from framework.command.job import Job, load_job
+from framework.command.job import load_job
 from framework.command.messages import tensorboard_command
 from framework.command.request import JobResult, Request
 from framework.command.resume import started_from
@@ -176,7 +176,9 @@ def run_sweep(asked: SweepRequest) -> JobResult:
 
     left = _left_of(asked, known={config_hash(request.raw) for request in requests})
     runnable = [*requests, *left]
-    _check_trials(runnable, is_new=asked.saved is None)
+    if not runnable and asked.saved is None:
+        raise ConfigError("The sweep has no trials: one of its ranges is empty.")
+    _check_outputs(runnable)
     slots = _slots(asked, runnable, count=len(runnable))
     folder, plan = _written(asked, requests)
     return JobResult(_run_grid(asked, folder, plan, requests=runnable, slots=slots))
@@ -184,8 +186,7 @@ def run_sweep(asked: SweepRequest) -> JobResult:
 
 def grid(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each trial of a sweep over all combinations of values."""
-    _, combinations = split_sweep(overrides)
-    return combinations
+    return split_sweep(overrides)
 
 
 def _refuse_swept_settings(asked: SweepRequest) -> None:
@@ -219,24 +220,11 @@ def _left_of(asked: SweepRequest, *, known: set[str]) -> list[Request]:
     return requests
 
 
-def _check_trials(requests: Sequence[Request], *, is_new: bool) -> None:
-    """Raise FrameworkError for what is wrong with any of the trials."""
-    if not requests and is_new:
-        raise ConfigError("The sweep has no trials: one of its ranges is empty.")
-    for request in requests:
-        _swept_job(request).check(request)
+def _check_outputs(requests: Sequence[Request]) -> None:
+    """Raise ConfigError if trials would write to the same file."""
     outputs = [request.config.predict.output for request in requests if request.config.job == "predict"]
     if len(set(outputs)) < len(outputs):
         raise ConfigError(f"predict.output={outputs[0]} is that of several trials. Give each its own.")
-
-
-def _swept_job(request: Request) -> Job:
-    """Return the job of a trial. Raises ConfigError for one that answers for one run."""
-    name = request.config.job
-    job = load_job(name)
-    if not job.sweepable:
-        raise ConfigError(f"job={name} is about one run, so it can't go with a sweep (-m). Name one of the trials.")
-    return job
 
 
 def _written(asked: SweepRequest, requests: Sequence[Request]) -> tuple[SweepFolder, SweepPlan]:
@@ -298,8 +286,6 @@ def _search(asked: SweepRequest, sampler: Node) -> int:
         candidates += compose(chosen)
     if asked.common.job == "plan":
         raise ConfigError("job=plan shows the trials of a grid, and those of a search aren't known before they run.")
-    _check_trials(candidates, is_new=True)
-
     count = settings.n_trials * len(blocks)
     slots = _slots(asked, candidates[: len(blocks)], count=count)
     if asked.saved is None:

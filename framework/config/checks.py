@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from framework.config.observers import observer_mistakes
-from framework.config.optimizers import optimizer_configs, schedules
+from framework.config.optimizers import optimizer_configs, refused_by_torch, schedules
 from framework.config.schema import CUDA_GRAPH_MODES, Config
 from framework.config.suggest import did_you_mean
 from framework.config.targets import SourceSignatures, check_node, import_target, target_mistakes
@@ -194,6 +194,7 @@ def source_mistakes(config: Config) -> Iterator[str]:
         # Neither of them is built.
         config = replace(config, logger={}, callbacks={})
     yield from target_mistakes(config, SourceSignatures())
+    yield from refused_by_torch(config.optimizer)
     yield from observer_mistakes(config.callbacks, config.logger)
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from framework.config.schema import Config, Node
 from framework.config.suggest import did_you_mean, nearest
@@ -39,6 +39,30 @@ _COMPARE = {
 _NDIM = re.compile(r"ndim\s*(<=|>=|==|!=|<|>)\s*(\d+)")
 _MAX_SHOWN = 4
 """Names of parameters in a message."""
+
+
+class _Range(NamedTuple):
+    """The numbers that torch's constructors take for a keyword."""
+
+    text: str
+    refuses: Callable[[float], bool]
+
+
+_FROM_0 = _Range("at least 0", lambda value: value < 0)
+_FROM_0_TO_1 = _Range("at least 0 and at most 1", lambda value: value < 0 or value > 1)
+_FROM_0_BELOW_1 = _Range("at least 0 and below 1", lambda value: value < 0 or value >= 1)
+# Where several of torch.optim's classes have a keyword, they agree; but Muon takes an `eps` below 0, which has no use.
+_RANGES = {
+    "lr": _FROM_0,
+    "eps": _FROM_0,
+    "weight_decay": _FROM_0,
+    "momentum": _FROM_0,
+    "momentum_decay": _FROM_0,
+    "lr_decay": _FROM_0,
+    "initial_accumulator_value": _FROM_0,
+    "rho": _FROM_0_TO_1,
+    "betas": _FROM_0_BELOW_1,
+}
 
 
 class Pattern:
@@ -208,6 +232,51 @@ def described(section: Mapping[str, Any]) -> str:
     """Return the names of the optimizers' classes."""
     targets = [optimizer.node["_target_"] for optimizer in optimizer_configs(section)]
     return " and ".join(target.rpartition(".")[2] for target in targets)
+
+
+def refused_by_torch(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the constructors of torch's own optimizers refuse, and which of these optimizers can't train here.
+
+    The ranks build the optimizers, and learn of all other mistakes; a sweep has started by then.
+    """
+    for optimizer in optimizer_configs(section):
+        target = optimizer.node["_target_"]
+        if not target.startswith("torch.optim."):
+            continue
+        if target.endswith(".LBFGS"):
+            yield needs_closure(optimizer.key, "LBFGS")
+        for keyword, value in optimizer.node.items():
+            if keyword in _RANGES:
+                yield from _out_of_range(f"{optimizer.key}.{keyword}", value, _RANGES[keyword], target=target)
+        if target.endswith(".SGD"):
+            yield from _nesterov_mistakes(optimizer)
+
+
+def needs_closure(key: str, name: str) -> str:
+    """Return the message for an optimizer, such as LBFGS, whose step computes the loss itself."""
+    return (
+        f"{key}: the step of {name} needs a closure, to compute the loss several times, and a run computes it once in "
+        "a step.\nUse an optimizer that needs none, such as optimizer=adam."
+    )
+
+
+def _out_of_range(key: str, value: Any, allowed: _Range, *, target: str) -> Iterator[str]:
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _out_of_range(f"{key}.{number}", item, allowed, target=target)
+    elif type(value) in (int, float) and allowed.refuses(value):
+        yield f"{key}={value}: must be {allowed.text} for {target}."
+
+
+def _nesterov_mistakes(optimizer: OptimizerConfig) -> Iterator[str]:
+    node = optimizer.node
+    if node.get("nesterov") is not True:
+        return
+    if node.get("momentum", 0) == 0 or node.get("dampening", 0) != 0:
+        yield (
+            f"{optimizer.key}.nesterov=true needs momentum and no dampening. Set {optimizer.key}.momentum, to 0.9 for "
+            f"instance, and {optimizer.key}.dampening=0, or {optimizer.key}.nesterov=false."
+        )
 
 
 def _optimizer(name: str, node: Node, *, key: str) -> OptimizerConfig:

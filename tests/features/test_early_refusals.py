@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +55,10 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
 
 TARGETS = {
     "optimizer.lr=abc": "optimizer.lr=abc: must be a number for torch.optim.SGD.",
+    "optimizer.lr=-1": "optimizer.lr=-1: must be at least 0 for torch.optim.SGD.",
+    "optimizer=adam optimizer.betas=[0.9,1.0]": "optimizer.betas.1=1.0: must be at least 0 and below 1 for torch.opti",
+    "optimizer.nesterov=true": "optimizer.nesterov=true needs momentum and no dampening. Set optimizer.momentum, to",
+    "optimizer._target_=torch.optim.LBFGS": "optimizer: the step of LBFGS needs a closure, to compute the loss several",
     "+optimizer.momentun=0.9": "optimizer.momentun: torch.optim.SGD has no such keyword. Did you mean optimizer.mom",
     "+model.width=3": "model.width: recipes.toy.ToyModel has no such keyword.",
     "model._target_=recipes.toy.ToyModl": "there is no ToyModl in recipes.toy. Did you mean recipes.toy.ToyModel?",
@@ -147,10 +152,12 @@ def test_mistakes_of_every_kind_come_at_once(command: Command) -> None:
     "swept",
     [
         "optimizer.lr=0.1,abc",
+        "optimizer.lr=0.1,-1",
+        "optimizer.nesterov=false,true",
         "trainer.max_steps=1,x",
         "trainer.max_steps=1,0",
         "trainer.limit_val_batches=1.0,1.5",
-        "trainer.precision=32,33",
+        "trainer.precision=32-true,33",
         "optimizer=sgd,sgdd",
         "task.loss._target_=torch.nn.MSELoss,torch.nn.MSELos",
         "+model={},{width:3}",
@@ -159,10 +166,14 @@ def test_mistakes_of_every_kind_come_at_once(command: Command) -> None:
         "checkpoint.save_top_k=1,3 checkpoint.monitor=null",
     ],
 )
-def test_no_job_of_a_sweep_runs_if_one_is_wrong(command: Command, swept: str) -> None:
+def test_no_trial_starts_if_one_is_wrong(command: Command, swept: str) -> None:
     answer = command("-m", "recipe=toy", *swept.split())
     assert (answer.status, answer.out) == (2, "")
-    assert answer.err
+    *mistakes, trial = answer.err.splitlines()
+    assert mistakes
+    last_value = swept.split()[0].rpartition(",")[2]
+    assert re.fullmatch(r"Found in the trial \S+\. No trial was started\.", trial)
+    assert last_value.lower() in trial.lower()
 
 
 def test_jobs_on_runs_build_nothing(command: Command) -> None:

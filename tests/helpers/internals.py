@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from framework.checkpoint.writer import check_plain
     from framework.checkpoint.writer import point as point_checkpoint
     from framework.checkpoint.writer import write as write_checkpoint
+    from framework.command import check_trials as check_trials_module
     from framework.command import compose
     from framework.command import job as job_module
     from framework.command import sweep as sweep_module
     from framework.command import trust as trust_module
+    from framework.command.check_trials import check_trials
     from framework.command.equivalents import commands, environment
-    from framework.command.hydra_compose import current_hydra, hydra_for
+    from framework.command.hydra_compose import compose_config, current_hydra, hydra_for, resolved
     from framework.command.job import check_request
     from framework.command.launcher import Placement, place
     from framework.command.messages import interrupted_message, start_message, training_summary, unused_variables

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.helpers.internals import (
     create_run_dir,
     known_keys,
     save_config,
+    sweep_module,
     write_checkpoint,
 )
 from tests.helpers.source import ROOT
@@ -69,7 +71,19 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     monkeypatch.setattr(Job, "run", note)
     for job in (*JOBS.values(), FUNCTION):
         monkeypatch.setattr(pkgutil.resolve_name(job.path), "run", note)
+    note_trials(asked, monkeypatch)
     return asked
+
+
+def note_trials(asked: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note the trials of sweeps, which would run in processes of their own."""
+
+    def slots(_: object, requests: Sequence[Request], *, count: int) -> list[object]:
+        asked.extend(requests)
+        return []
+
+    monkeypatch.setattr(sweep_module, "_slots", slots)
+    monkeypatch.setattr(sweep_module, "_run", lambda *_, **__: 0)
 
 
 def test_the_readme_shows_commands() -> None:

@@ -11,7 +11,7 @@ decorators, metaclasses, `__getattr__` of a module, names bound in several place
 
 from framework.config.source.classes import constant, declared, defines, is_ordinary, lineage, methods
 from framework.config.source.lookup import Found, Missing, SourceClass, SourceFunction, look_up, names_in
-from framework.config.source.modules import SourceModule
+from framework.config.source.modules import SourceModule, files_unchanged
 from framework.config.source.signatures import signature
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "constant",
     "declared",
     "defines",
+    "files_unchanged",
     "is_ordinary",
     "lineage",
     "look_up",

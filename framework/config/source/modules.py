@@ -6,8 +6,10 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -50,7 +52,7 @@ class SourceModule:
             return None
         return origin
 
-    @property
+    @cached_property
     def contents(self) -> ModuleContents | None:
         """What its source binds; None without readable source."""
         if self.file is None:
@@ -63,8 +65,31 @@ class SourceModule:
             return None
 
 
+# The modules that have been looked up, by name, while `files_unchanged` is entered.
+_MODULES: ContextVar[dict[str, SourceModule | None] | None] = ContextVar("modules", default=None)
+
+
+@contextmanager
+def files_unchanged() -> Iterator[None]:
+    """Look up each module once while this is entered, as the trials of a sweep name the same ones again and again."""
+    token = _MODULES.set({})
+    try:
+        yield
+    finally:
+        _MODULES.reset(token)
+
+
 def find_module(name: str) -> SourceModule | None:
     """Return the module of a dotted name; None if Python would find none, or made it by hand."""
+    modules = _MODULES.get()
+    if modules is None:
+        return _find_module(name)
+    if name not in modules:
+        modules[name] = _find_module(name)
+    return modules[name]
+
+
+def _find_module(name: str) -> SourceModule | None:
     try:
         spec = _find_spec(name)
     except (ImportError, AttributeError, ValueError):

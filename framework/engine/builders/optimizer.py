@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from framework.config.optimizers import OptimizerConfig
+from framework.config.optimizers import OptimizerConfig, needs_closure
 from framework.config.schema import Node
 from framework.config.targets import takes
 from framework.distributed.sharded import by_mesh
@@ -76,10 +76,7 @@ def _check_needs_no_closure(optimizer: Optimizer, config: OptimizerConfig) -> No
     """Raise ConfigError for an optimizer such as LBFGS, whose step computes the loss itself."""
     closure = signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise ConfigError(
-            f"{config.key}: the step of {type(optimizer).__name__} needs a closure, to compute the loss several times, "
-            "and a run computes it once in a step.\nUse an optimizer that needs none, such as optimizer=adam."
-        )
+        raise ConfigError(needs_closure(config.key, type(optimizer).__name__))
 
 
 def _implementation(node: Node, parameters: Sequence[nn.Parameter], *, may_fuse: bool) -> dict[str, bool]:
