@@ -44,12 +44,12 @@ class PowerSGD:
 
     Args:
         options: PowerSGDState's, with its names and defaults.
-        cap_mb: The size of DDP's buckets.
+        cap_mb: The size of DDP's buckets, as DDP takes it.
 
     Raises ConfigError for options that torch refuses, TopologyError for processes of several devices.
     """
 
-    def __init__(self, options: Mapping[str, Any], *, context: Context, cap_mb: float) -> None:
+    def __init__(self, options: Mapping[str, Any], *, context: Context, cap_mb: float | None) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         try:

@@ -58,7 +58,7 @@ class DDP(SyncedBuffers):
         *,
         context: Context,
         broadcast_buffers: bool = True,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,

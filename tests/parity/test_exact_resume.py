@@ -69,6 +69,7 @@ def exhaustive(*values: Any) -> Any:
         exhaustive(3, ("strategy=allreduce", "strategy.broadcast_buffers=false", *STOPPING)),
         exhaustive(3, ("+strategy.find_unused_parameters=true", *STOPPING)),
         exhaustive(3, ("strategy=ddp", "strategy.static_graph=true", *AVERAGED)),
+        exhaustive(3, ("strategy=ddp", "strategy.bucket_cap_mb=0.0001", *AVERAGED)),
         exhaustive(3, ("strategy=ddp", POWER_SGD, *AVERAGED)),
         exhaustive(3, ("strategy=butterfly", UNFREEZES, *AVERAGED)),
         exhaustive(3, (*APART, UNFREEZES, "strategy.warmup_steps=6", *AVERAGED)),

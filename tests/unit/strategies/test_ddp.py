@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from framework.errors import ConfigError
 from framework.strategies import DDP, Single, auto
@@ -61,6 +62,25 @@ def test_sync_batch_norm_keeps_names_and_parameters(given: dict[str, Any]) -> No
     assert isinstance(given["model"][1], nn.SyncBatchNorm)
     assert list(given["model"].state_dict()) == names
     assert all(one is other for one, other in zip(given["model"].parameters(), parameters, strict=True))
+
+
+def compare_buckets(context: Context) -> None:
+    layers = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
+    ours: Any = DDP(context=context).wrap(copy.deepcopy(layers))
+    bucket_sizes = []
+    for wrapped in (ours, DistributedDataParallel(layers)):
+        wrapped._set_ddp_runtime_logging_sample_rate(1)
+        for _ in range(3):
+            wrapped(torch.ones(1, 300)).sum().backward()
+        bucket_sizes.append(wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"])
+    assert bucket_sizes[0] == bucket_sizes[1]
+    # Gradients of 2.2 MB: the exchange begins before the backward has ended.
+    assert len(bucket_sizes[0].split(", ")) == 2
+
+
+@pytest.mark.multiproc
+def test_buckets_are_those_of_torch(rank_pool: RankPool) -> None:
+    rank_pool.run(compare_buckets, ranks=2)
 
 
 class Choosing(nn.Module):
