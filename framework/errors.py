@@ -66,6 +66,12 @@ class DiskError(RunError):
     """A file could not be written to the disk."""
 
 
+class LostRunDirError(RunError):
+    """The run directory was deleted or moved while the run was using it. Nothing can be saved or resumed there."""
+
+    is_final = True
+
+
 class LaunchError(RunError):
     """The processes of a run could not be started or were lost."""
 

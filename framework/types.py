@@ -523,6 +523,14 @@ def hooks(observers: Iterable[Any], name: str) -> list[Callable[..., Any]]:
     return methods
 
 
+def described_hook(hook: Callable[..., Any]) -> str:
+    """Return the name of what `hooks` returned, after the class of its object: `EarlyStopping.on_validation_end`."""
+    name = getattr(hook, "__name__", repr(hook))
+    if not hasattr(hook, "__self__"):
+        return name
+    return f"{type(hook.__self__).__name__}.{name}"
+
+
 # What the engine passes to lower layers
 
 

@@ -91,6 +91,8 @@ class TorchProfiler(Callback):
                 _log.warning("TorchProfiler recorded nothing: training ended before step %d.", self._last_step)
 
     def _write(self, recorded: profile) -> None:
+        # Torch's handler would make the run directory again, if that was moved away.
+        self._folder.mkdir(exist_ok=True)
         self._write_trace(recorded)
         # Noted here, since the folder may also hold traces from before a resume.
         self._has_written = True

@@ -154,6 +154,17 @@ class _Files(FileSystem):
             self.facts[Path(path).name] = checksummed.finish()
             file.finish()
 
+    def mkdir(self, path: Any) -> None:
+        """Make a folder in one that rank 0 has made. Torch would make that one, too."""
+        folder = Path(path)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError as error:
+            raise DiskError(
+                f"{folder.parent}, which rank 0 has made, isn't there.\n"
+                "Put the run directory on a disk that all nodes share: path.outputs=FOLDER"
+            ) from error
+
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
         self.facts[Path(new_path).name] = self.facts.pop(Path(path).name)

@@ -220,7 +220,8 @@ class LocalStorage(CheckpointStorage):
 
     def begin(self, checkpoint: str) -> None:
         """Make the hidden directory in which a checkpoint is written, and remove what killed processes have left."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # Without its parents: a run directory that was moved away must not be made again.
+        self.folder.mkdir(exist_ok=True)
         self.clean()
         self.unfinished(checkpoint).mkdir()
 

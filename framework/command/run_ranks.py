@@ -90,7 +90,10 @@ def run_ranks(
                 and is_run(run_dir.path)
             ):
                 print(shown(text(run_dir, outcome.status)), flush=True)
-            score = run_dir.read_run().get("results", {}).get("score")
+            score = None
+            # Unless the run directory was deleted or moved.
+            if run_dir.run_file.exists():
+                score = run_dir.read_run().get("results", {}).get("score")
             return JobResult(outcome.status, run_dir, score=score, failure=outcome.failure, error=outcome.error)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import nn
@@ -25,6 +25,7 @@ from framework.engine.builders.schedule import build_schedule
 from framework.engine.data_checks import check_metrics
 from framework.engine.setup import RankSetup
 from framework.engine.state_bytes import tensor_bytes
+from framework.launch.error_record import check_run_dir
 from framework.optim.objectives import Objectives, objectives_of
 from framework.optim.param_groups import ParamGroups
 from framework.optim.schedule import Schedule, Schedules
@@ -97,9 +98,21 @@ def build_trainer(
         # Until then the time-out is that of `_wrap`.
         after_first_step=partial(set_timeout, config.backend.timeout, setup.context, groups=groups),
         after_validation=partial(_after_validation, setup),
+        check_run_dir=_run_dir_check(setup),
         link=setup.link,
         counts_flops=bool(config.logger),
     )
+
+
+def _run_dir_check(setup: RankSetup) -> Callable[[], None]:
+    """Return what raises LostRunDirError once the run directory is gone: on rank 0, which logs and saves there."""
+    if not setup.context.is_main:
+        return _no_check
+    return partial(check_run_dir, setup.run_dir, rank=setup.context.rank)
+
+
+def _no_check() -> None:
+    pass
 
 
 # The model

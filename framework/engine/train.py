@@ -11,7 +11,6 @@ from typing import Any
 from framework.checkpoint import read_manifest
 from framework.checkpoint.layout import BEST
 from framework.checkpoint.reader import load_progress
-from framework.config.find_run import is_run
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object
@@ -29,7 +28,6 @@ from framework.engine.state_bytes import state_sizes
 from framework.engine.weights import load_model
 from framework.errors import EXIT_STOPPED, RunError
 from framework.launch.child import show_status
-from framework.launch.error_record import lost_run_dir
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.launch.stopping import TestStoppedError, stoppable, stoppable_test
 from framework.media import markdown_texts
@@ -40,7 +38,7 @@ from framework.system.loaded_modules import hashes_of_loaded_modules
 from framework.system.rank_log import logger, warn
 from framework.training.evaluation import Evaluation
 from framework.training.trainer import Trainer
-from framework.types import Datasets, hooks
+from framework.types import Datasets, described_hook, hooks
 
 
 def run_rank(
@@ -134,11 +132,10 @@ def _train(
                 trainer.stop.note_stopped_test()
 
         setup.link.rank_status.set_phase(RankPhase.CLOSING)
+        # Otherwise the results would go to a new directory of the same name.
+        trainer.check_run_dir()
         trainer.logbook.log_drawings()
         if setup.context.is_main:
-            if not is_run(setup.run_dir.path):
-                # Otherwise the results would go to a new directory of the same name.
-                raise lost_run_dir(setup.run_dir.path, rank=0, reason="it has no config.yaml")
             write_results(
                 setup,
                 trainer,
@@ -205,6 +202,7 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
             evaluation = _evaluate_test(setup, trainer, loaders, epoch=trainer.progress.last_epoch)
 
     setup.link.rank_status.set_phase(RankPhase.LOGGING)
+    trainer.check_run_dir()
     # A run that is resumed after its end has logged this test already.
     results = setup.run_dir.read_run().get("results", {})
     if results.get("test") is None or results.get("steps") != trainer.progress.step:
@@ -248,7 +246,7 @@ def _close(trainer: Trainer, loaders: Iterable[Any], *, failing: BaseException |
             close()
         except Exception as error:
             # The user's code may raise anything.
-            logger.warning("%s failed", getattr(close, "__qualname__", close), exc_info=error)
+            logger.warning("%s failed", described_hook(close), exc_info=error)
             errors.append(error)
     if errors and failing is None:
         raise errors[0]

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from framework.config.find_run import is_run
-from framework.errors import DiskError, FrameworkError, RunError
+from framework.errors import DiskError, FrameworkError, LostRunDirError, RunError
+from framework.monitoring.hooks import hook_of_traceback
 from framework.system.files import free_bytes
+from framework.system.run_dir import RunDir
 
 # Modules of the innermost Python frame when torch's collectives and stores raise, in C++ too: a backward pass exchanges
 # gradients, and ours wait for collectives.
@@ -52,6 +54,7 @@ def _record(error: BaseException) -> dict[str, Any]:
         "time": time.time(),
         "exception": f"{type(error).__name__}: {text_of(error)}",
         "traceback": "".join(traceback.format_exception(error)),
+        "hook": hook_of_traceback(error.__traceback__),
         "of_peers": of_peers(error),
         "expected": False,
         "exit_status": 1,
@@ -122,17 +125,24 @@ def file_failure(error: BaseException, *, rank: int, run_dir: Path) -> RunError 
 
 
 def _missing_run_dir(error: BaseException, *, rank: int, run_dir: Path) -> RunError | None:
-    if is_run(run_dir) or not issubclass(type(error), (FileNotFoundError, DiskError)):
+    is_of_files = issubclass(type(error), (FileNotFoundError, DiskError))
+    if not is_of_files or is_run(run_dir):
         return None
-    return lost_run_dir(run_dir, rank=rank, reason=text_of(error))
+    return _lost(run_dir, rank=rank, reason=text_of(error))
 
 
-def lost_run_dir(run_dir: Path, *, rank: int, reason: str) -> RunError:
-    """Return the error of a rank whose run directory is gone."""
-    return RunError(
+def check_run_dir(run_dir: RunDir, *, rank: int) -> None:
+    """Raise LostRunDirError if the run directory was deleted or moved since this rank was started. Takes 4 µs."""
+    if not run_dir.config_file.is_file():
+        raise _lost(run_dir.path, rank=rank, reason="it has no config.yaml any more")
+
+
+def _lost(run_dir: Path, *, rank: int, reason: str) -> LostRunDirError:
+    return LostRunDirError(
         f"The run directory {run_dir} was deleted or moved while rank {rank} was using it ({reason}).\n"
-        "If it was moved, move it back or resume it from its new place. If it was deleted, start the run again: its "
-        "checkpoints are gone."
+        "The run has ended, because nothing can be saved there, or resumed from there. If the directory was moved, "
+        "move it back or resume the run from its new place: resume=NEW_PLACE. If it was deleted, start the run again: "
+        "its checkpoints are gone."
     )
 
 

@@ -20,8 +20,8 @@ from framework.loggers.encoding import with_png
 from framework.loggers.media import file_stem, images_of, split
 from framework.media import Image, Media, Table
 from framework.system.json_lines import Check, metrics_fault, read_lines
-from framework.system.rank_log import warn
-from framework.system.run_dir import RunDir, write_atomically
+from framework.system.rank_log import warn, warn_of_disk
+from framework.system.run_dir import RunDir, make_folders, write_atomically
 from framework.types import FitInfo, Logger
 
 _DAMAGED_SHOWN = 5
@@ -43,13 +43,14 @@ class JsonlLogger(Logger):
     """
 
     def __init__(self, *, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
         self._path = run_dir.metrics_file
         self._media = run_dir.media
         self._file: JsonLines | None = None
 
     def start(self, info: FitInfo) -> None:
         if self._file is None:
-            self._file = JsonLines(self._path, last_step=info.start_step, check=metrics_fault)
+            self._file = self._open(last_step=info.start_step)
         else:
             self._file.remove_after(info.start_step)
 
@@ -71,9 +72,12 @@ class JsonlLogger(Logger):
         if self._file is not None:
             self._file.close()
 
+    def _open(self, *, last_step: int | None) -> JsonLines:
+        return JsonLines(self._path, root=self._run_dir.path, last_step=last_step, check=metrics_fault)
+
     def _write_numbers(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
         if self._file is None:
-            self._file = JsonLines(self._path, last_step=None, check=metrics_fault)
+            self._file = self._open(last_step=None)
         row: dict[str, Any] = {"step": step, "epoch": epoch, "time": round(time.time(), 3), **numbers}
 
         nonfinite = {name: str(float(value)) for name, value in row.items() if not math.isfinite(value)}
@@ -105,7 +109,7 @@ class JsonlLogger(Logger):
         except OSError as error:
             with suppress(OSError):
                 path.unlink()
-            warn(f"{path} can't be written: {error.strerror or error}")
+            warn_of_disk(f"{path} can't be written: {error.strerror or error}", root=self._run_dir.path)
 
 
 def _save_table(table: Table, path: Path) -> None:
@@ -122,13 +126,16 @@ class JsonLines:
     rows. Neither raises. One process at a time may append.
     """
 
-    def __init__(self, path: Path, *, last_step: int | None, check: Check | None = None) -> None:
+    def __init__(self, path: Path, *, root: Path, last_step: int | None, check: Check | None = None) -> None:
         """Remove rows after `last_step` (None keeps all), and damaged lines, which a warning names.
 
         Args:
+            root: the run directory. Folders between it and the file are made. If it is gone, nothing is, and nothing is
+                reported: the trainer does that.
             check: returns what is wrong with a row that was read.
         """
         self._path = path
+        self._root = root
         self._check = check
         self._file: FileIO | None = None
         self._pending: deque[bytes] = deque()
@@ -197,7 +204,8 @@ class JsonLines:
                 self._pending.popleft()
         except OSError as error:
             if not self._is_refused:
-                warn(f"{self._path} can't be written: {error.strerror or error}. Its rows wait in memory")
+                text = f"{self._path} can't be written: {error.strerror or error}. Its rows wait in memory"
+                warn_of_disk(text, root=self._root)
             self._is_refused = True
             return
         if self._is_refused:
@@ -207,7 +215,7 @@ class JsonLines:
     def _open(self) -> FileIO:
         # If a file is in place of the folder, opening says so better.
         with suppress(FileExistsError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(self._path.parent, root=self._root)
         if self._cleaned is not None:
             write_atomically(self._path, self._cleaned)
             self._cleaned = None
@@ -218,7 +226,7 @@ class JsonLines:
         if self._pending:
             self.flush()
         if self._pending:
-            warn(f"{self._path} lacks {len(self._pending)} rows that the disk refused")
+            warn_of_disk(f"{self._path} lacks {len(self._pending)} rows that the disk refused", root=self._root)
             self._pending.clear()
         if self._file is not None:
             self._file.close()

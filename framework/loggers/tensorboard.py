@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
 import threading
@@ -21,7 +23,7 @@ from framework.errors import ConfigError
 from framework.loggers.encoding import with_png
 from framework.loggers.media import finite_values, images_of, split
 from framework.media import Artifact, Histogram, Image, Media, Table, Text
-from framework.system.rank_log import warn
+from framework.system.rank_log import warn, warn_of_disk
 from framework.system.run_dir import RunDir
 from framework.types import FitInfo, Logger
 
@@ -174,7 +176,8 @@ class TensorBoardLogger(Logger):
         except OSError as error:
             if not self._is_refused:
                 self._is_refused = True
-                warn(f"{self._folder} can't be written: {error.strerror or error}. TensorBoard will lack numbers")
+                text = f"{self._folder} can't be written: {error.strerror or error}. TensorBoard will lack numbers"
+                warn_of_disk(text, root=self._run_dir.path)
             self._pending_scalars.clear()
             self._pending_media.clear()
             self._pending_images.clear()
@@ -230,6 +233,9 @@ class TensorBoardLogger(Logger):
     # Writing
 
     def _open(self) -> None:
+        if not self._folder.is_dir():
+            # The SummaryWriter would make it again.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder))
         # With this module, tensorboard doesn't import tensorflow for its file functions, which takes seconds.
         sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
         # Takes 0.2 s, so it is imported after the first steps.

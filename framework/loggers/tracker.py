@@ -25,8 +25,8 @@ from framework.loggers.media import array_of, counts_of, file_stem, images_of, s
 from framework.media import Artifact, Histogram, Image, Media, Table, Text
 from framework.system.files import open_regular
 from framework.system.json_lines import read_lines
-from framework.system.rank_log import warn
-from framework.system.run_dir import RunDir
+from framework.system.rank_log import warn, warn_of_disk
+from framework.system.run_dir import RunDir, make_folders
 from framework.types import FitInfo, Logger
 
 Row = Mapping[str, Any]
@@ -55,8 +55,10 @@ _NUMERIC: Mapping[str, Sequence[str]] = {"numbers": ["values"], "histogram": ["c
 class Worker:
     """Makes calls one after another on a thread. Nothing here raises, and only `close` waits."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, root: Path) -> None:
+        """Start the thread. root: the run directory; if it is gone, what the calls raise isn't reported."""
         self._name = name
+        self._root = root
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._is_off = False
         self._has_dropped = False
@@ -96,7 +98,10 @@ class Worker:
             except BaseException as error:  # a library may call sys.exit, too
                 if not self._is_off:
                     text = " ".join(str(error).split()).rstrip(".")
-                    warn(f"logger.{self._name} is off: {type(error).__name__}: {text}. Training continues without it.")
+                    warn_of_disk(
+                        f"logger.{self._name} is off: {type(error).__name__}: {text}. Training continues without it.",
+                        root=self._root,
+                    )
                 self._is_off = True
 
 
@@ -180,7 +185,7 @@ class Tracker(Logger, ABC):
         if self._worker is not None:
             return
         earlier = self._earlier_rows()
-        self._worker = Worker(self.name)
+        self._worker = Worker(self.name, root=self.run_dir.path)
         self._worker.submit(self.begin)
         self._worker.submit(lambda: self.write_earlier([_from_plain(row) for row in earlier]))
 
@@ -194,7 +199,7 @@ class Tracker(Logger, ABC):
         return [line.row for line in lines if line.row is not None and line.row["step"] <= self._step]
 
     def _open_journal(self, *, last_step: int | None) -> JsonLines:
-        return JsonLines(self._folder / _JOURNAL, last_step=last_step, check=self._fault)
+        return JsonLines(self._folder / _JOURNAL, root=self.run_dir.path, last_step=last_step, check=self._fault)
 
     def _close_journal(self) -> None:
         if self._journal is not None:
@@ -275,11 +280,12 @@ class Tracker(Logger, ABC):
     def _write_png(self, file: Path, png: bytes) -> bool:
         """Write the file, and return True if the disk has taken it."""
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(file.parent, root=self.run_dir.path)
             file.write_bytes(png)
         except OSError as error:
             if not self._has_warned_of_disk:
-                warn(f"{self._folder} can't be written: {error.strerror or error}. Images are left out")
+                text = f"{self._folder} can't be written: {error.strerror or error}. Images are left out"
+                warn_of_disk(text, root=self.run_dir.path)
             self._has_warned_of_disk = True
             return False
         return True

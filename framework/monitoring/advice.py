@@ -22,6 +22,12 @@ _BY_MESSAGE = {
     "environment to see in which line.",
     r"Too many open files": "Raise the limit (`ulimit -n`), or lower data.num_workers.",
 }
+# Of torch.autograd and `backward`.
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"
+_GRADIENT_IN_EVALUATION = (
+    "Evaluations run without gradients. What needs them, such as forces, goes under `with torch.enable_grad():` in the "
+    "task's validation_step or predict_step. It has no effect with trainer.inference_mode=true; false is the default."
+)
 _BY_PHASE = {
     "starting": "It was still making its data or reading its configuration.",
     "meeting": "It was forming the process group. Look at the network between the nodes.",
@@ -60,6 +66,8 @@ def advice(first: RankFailure, *, world_size: int) -> str:
             return "Something stopped the process: a debugger, a job scheduler that suspends, or `kill -STOP`."
         case FailureKind.HUNG:
             look_at = _BY_PHASE.get(first.phase, "Its stack shows where it is.")
+            if first.hook is not None:
+                look_at = f"It was in {first.hook}."
             if first.step or first.phase == "collectives":
                 key = "backend.timeout"
             else:
@@ -90,6 +98,8 @@ def advice(first: RankFailure, *, world_size: int) -> str:
     words = _by_message(str(first.exception))
     if words:
         return words
+    if first.phase == "evaluate" and _NO_GRADIENT in str(first.exception):
+        return _GRADIENT_IN_EVALUATION
     if not first.lost_peer or world_size == 1:
         return ""
     if first.timed_out:

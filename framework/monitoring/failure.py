@@ -17,6 +17,7 @@ from typing import Any
 from framework.errors import EXIT_STOPPED
 from framework.monitoring.late_ranks import RankState, max_progress, ranks_behind, stuck_for
 from framework.monitoring.rank_status import CRASH
+from framework.monitoring.stacks import hook_in
 
 # Of the time-out: a rank that waited for less wasn't waiting for a hung one.
 _WAITED_SHARE = 0.5
@@ -59,6 +60,9 @@ class RankFailure:
     # `RuntimeError: message`.
     exception: str | None = None
     traceback: str | None = None
+    # Of a callback, logger or task, that raised, hung or crashed: `EarlyStopping.on_validation_end`, or where only a
+    # stack was written, `on_validation_end at mine.py:12`.
+    hook: str | None = None
     # It is a FrameworkError: its message says everything.
     expected: bool = False
     exit_status: int = 1
@@ -202,6 +206,7 @@ def failure_facts(
         "signal": ended_by,
         "oom": oom,
         "said": said,
+        "hook": hook_in(stacks),
         "stacks": stacks,
         "lost_peer": nccl_timeout or _LOST_PEER.search(said or "") is not None,
         "timed_out": nccl_timeout,
@@ -341,6 +346,7 @@ def _hung(ranks: Sequence[_StatedRank], failures: Sequence[RankFailure]) -> list
             time=time,
             waited_s=waited_s if furthest else None,
             waited_in=furthest[0].place["phase"] if furthest else None,
+            hook=hook_in(rank.stacks),
             stacks=rank.stacks,
         )
         for rank in sorted(late, key=_most_behind_first)
@@ -364,4 +370,10 @@ def _fallback_suspect(ranks: Sequence[_StatedRank], late: Sequence[Mapping[str, 
 
 
 def _hang_of(rank: _StatedRank) -> RankFailure:
-    return RankFailure(**rank.place, kind=FailureKind.HUNG, time=rank.stated_s, stacks=rank.stacks)
+    return RankFailure(
+        **rank.place,
+        kind=FailureKind.HUNG,
+        time=rank.stated_s,
+        hook=hook_in(rank.stacks),
+        stacks=rank.stacks,
+    )

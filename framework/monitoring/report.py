@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from framework.config.topology import Topology
@@ -20,7 +18,7 @@ from framework.monitoring.advice import advice
 from framework.monitoring.failure import FailureKind, RankFailure, find_first
 from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import NodeMonitor
-from framework.monitoring.stacks import main_stack
+from framework.monitoring.stacks import main_stack, near, shown_frame
 from framework.system.formatting import format_numbers
 from framework.system.run_dir import RunDir, write_object
 from framework.system.shown_text import masked_text, shown
@@ -32,7 +30,6 @@ _SHOWN_FRAMES = 6
 _WIDTH = 100
 # Of the names of the rows, before their text.
 _INDENT = 11
-_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,9 @@ def report_failure(
     try:
         write_object(file, _masked(report.to_plain()))
     except OSError as error:
-        # A full disk, which may be the very failure.
-        report = replace(report, file=None, unsaved=f"{file} can't be written: {error.strerror or error}.")
+        # A full disk, which may be the very failure, or no run directory, which the rank that noticed it reports.
+        unsaved = f"{file} can't be written: {error.strerror or error}."
+        report = replace(report, file=None, unsaved=unsaved if run_dir.path.is_dir() else None)
     if exchange is not None and monitor.node == 0:
         exchange.publish(report.to_plain())
     return report
@@ -244,7 +242,10 @@ def _rows(report: FailureReport) -> Iterator[tuple[str, list[str]]]:
     if first.kind is FailureKind.UNREACHABLE:
         yield "where", _wrapped(node)
     else:
-        yield "where", _wrapped(f"{node}, {first.devices}, {_where(first.phase, step=first.step)}")
+        place = f"{node}, {first.devices}, {_where(first.phase, step=first.step)}"
+        if first.hook is not None:
+            place += f", in {first.hook}"
+        yield "where", _wrapped(place)
 
     consequences: dict[str, list[int]] = {}
     for other in report.others:
@@ -260,13 +261,13 @@ def _rows(report: FailureReport) -> Iterator[tuple[str, list[str]]]:
         # An exception's own stack is above; then this one shows where the rank hangs in closing.
         name = "closing" if first.kind is FailureKind.EXCEPTION else "stack"
         frames = list(main_stack(first.stacks))[:_SHOWN_FRAMES]
-        yield name, [_frame(line) for line in frames]
+        yield name, [shown_frame(line) for line in frames]
     words = advice(first, world_size=report.world_size)
     if words:
         yield "try", _wrapped(words)
-    yield "log", [_near(first.log)]
+    yield "log", [near(first.log)]
     if report.file is not None:
-        yield "report", [_near(report.file)]
+        yield "report", [near(report.file)]
 
 
 def _is_other_cause(other: RankFailure, report: FailureReport) -> bool:
@@ -285,19 +286,6 @@ def _consequence(other: RankFailure) -> str:
     if other.lost_peer:
         return "lost the connection"
     return "failed with the same error"
-
-
-def _frame(line: str) -> str:
-    """Return `function at file:line` for a line of faulthandler's."""
-    frame = _FRAME.fullmatch(line)
-    if frame is None:
-        return line
-    return f"{frame['name']} at {_near(frame['file'])}:{frame['line']}"
-
-
-def _near(path: str) -> str:
-    """Return the path relative to the working directory if it is below it, or to site-packages."""
-    return path.removeprefix(f"{Path.cwd()}/").rpartition("/site-packages/")[2]
 
 
 def list_ranks(numbers: Sequence[int], *, noun: str = "rank") -> str:

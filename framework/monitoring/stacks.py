@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from framework.monitoring.hooks import Called, innermost_hook
 from framework.monitoring.rank_status import CRASH, STACKS_SIGNAL, RankStatus
 
 _TIMEOUT_S = 1.5
@@ -23,6 +25,7 @@ _MAX_WORKERS_ASKED = 8
 
 # Begins the stacks of a worker, after those of its rank.
 _WORKER = "Data worker, pid "
+_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 # In the stack of a worker that isn't idle.
 _LOADING = "torch/utils/data/_utils/fetch.py"
 
@@ -151,3 +154,28 @@ def main_stack(stacks: str) -> Iterator[str]:
         if not line.startswith("  File "):
             return
         yield line.strip()
+
+
+def near(path: str) -> str:
+    """Return the path relative to the working directory if it is below it, or to site-packages."""
+    return path.removeprefix(f"{Path.cwd()}/").rpartition("/site-packages/")[2]
+
+
+def shown_frame(line: str) -> str:
+    """Return `function at file:line` for a line of faulthandler's."""
+    frame = _FRAME.fullmatch(line)
+    if frame is None:
+        return line
+    return f"{frame['name']} at {near(frame['file'])}:{frame['line']}"
+
+
+def hook_in(stacks: str | None) -> str | None:
+    """Return the hook of a callback, logger or task that the thread of `main_stack` is in, and where; None without one.
+
+    A stack doesn't say of which class it is.
+    """
+    if stacks is None:
+        return None
+    frames = [frame for frame in map(_FRAME.fullmatch, main_stack(stacks)) if frame is not None]
+    position = innermost_hook([Called(frame["name"], frame["file"]) for frame in frames])
+    return None if position is None else shown_frame(frames[position].string)

@@ -96,6 +96,8 @@ def record_start(run_dir: RunDir, start: RunStart) -> None:
 def record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any]] = ()) -> None:
     """Record how the run ended. A full disk is only reported: the reason why it ended has yet to be printed.
 
+    Nothing is recorded if the run directory is gone, which the ranks report.
+
     Args:
         late: Ranks that others waited for and that caught up.
     """
@@ -103,7 +105,8 @@ def record_end(run_dir: RunDir, *, status: str, late: Sequence[Mapping[str, Any]
     try:
         run_dir.update_run(facts)
     except OSError as error:
-        print(f"{run_dir.run_file} can't be written: {error.strerror or error}.", file=sys.stderr, flush=True)
+        if run_dir.path.is_dir():
+            print(f"{run_dir.run_file} can't be written: {error.strerror or error}.", file=sys.stderr, flush=True)
 
 
 def _start_facts(start: RunStart) -> dict[str, Any]:

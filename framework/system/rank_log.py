@@ -44,6 +44,12 @@ def warn(text: str) -> None:
     show(text)
 
 
+def warn_of_disk(text: str, *, root: Path) -> None:
+    """Warn that the disk refuses a file below the run directory `root`. If that is gone, the trainer reports it."""
+    if root.is_dir():
+        warn(text)
+
+
 def show(text: str) -> None:
     """Print a line; rank 0's output is shown on the terminal."""
     print(shown(text), flush=True)

@@ -155,6 +155,16 @@ class RunDir:
             write_object(self.run_file, record)
 
 
+def make_folders(folder: Path, *, root: Path) -> None:
+    """Make a folder below `root`, and the folders between them, if they are missing.
+
+    Raises FileNotFoundError if `root` is: a run directory that was moved away must not be made again, half empty.
+    """
+    between = [place for place in folder.parents if root in place.parents]
+    for place in (*reversed(between), folder):
+        place.mkdir(exist_ok=True)
+
+
 @contextmanager
 def new_run_dir(parent: Path, *, name: str | None = None) -> Iterator[RunDir]:
     """Create a run directory. If the block raises RequestError, remove it and the parents created for it."""

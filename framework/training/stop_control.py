@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from framework.config.schema import TrainerConfig
@@ -12,7 +12,7 @@ from framework.errors import TargetError
 from framework.launch.plan import MonitorLink
 from framework.launch.stopping import STEPS_TO_STOP, StopRequest
 from framework.strategies.base import Strategy
-from framework.types import Stop
+from framework.types import Stop, described_hook
 
 
 @final
@@ -41,14 +41,14 @@ class StopControl:
         """True if the run was stopped on request before its own end, so it can be resumed."""
         return self.stopped_test or (self.stopped_by is not None and self.reason is None)
 
-    def handle(self, answer: Stop | None) -> None:
-        """Note what a callback returned. Raises TargetError unless that is None or a Stop."""
+    def handle(self, answer: Stop | None, hook: Callable[..., Any]) -> None:
+        """Note what a hook returned. Raises TargetError unless that is None or a Stop."""
         if answer is None:
             return
         if not isinstance(answer, Stop):
             raise TargetError(
-                f"A callback returned {answer!r}. Return framework.Stop(reason) to end, framework.Log(values) "
-                "to log something, else None."
+                f"{described_hook(hook)} returned {answer!r}. Return framework.Stop(reason) to end, "
+                "framework.Log(values) to log something, else None."
             )
         self.own_reason = answer.reason
         if self._context.world_size == 1:

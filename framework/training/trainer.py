@@ -80,6 +80,7 @@ class Trainer:
     Args:
         after_first_step: called once, when the slow first step is done.
         after_validation: called with the metrics of each validation; raises if a monitored one is missing.
+        check_run_dir: called before anything is logged or saved; raises if the run directory is gone.
         link: the connection to the monitor, which sees the phases of this rank.
         counts_flops: log the model's FLOP/s, if they can be counted.
         clock: times the phases of a step; None for the device's own.
@@ -94,6 +95,7 @@ class Trainer:
         checkpoints: CheckpointManager | None,
         after_first_step: Callable[[], None],
         after_validation: Callable[[EvalInfo], None],
+        check_run_dir: Callable[[], None],
         link: MonitorLink,
         counts_flops: bool = False,
         clock: Clock | None = None,
@@ -112,6 +114,7 @@ class Trainer:
         self.restore_generators: Callable[[], object] | None = None
         self._after_first_step = after_first_step
         self._after_validation = after_validation
+        self.check_run_dir = check_run_dir
         # The step of the checkpoint that was saved or loaded last.
         self._saved_step: int | None = None
         # True if a checkpoint is due by the clock. Those due by steps or epochs aren't noted here.
@@ -188,7 +191,7 @@ class Trainer:
             for hook in self._hooks.step_end:
                 answer = hook(info)
                 if answer is not None:
-                    self._handle_answer(answer)
+                    self._handle_answer(answer, hook)
             is_first_step = progress.step == self.start_step + 1
             if is_first_step:
                 state.trainable.check_all_known(state.bare_model)
@@ -437,6 +440,7 @@ class Trainer:
         """
         state = self.state
         self._timer.leave_step(RankPhase.LOGGING)
+        self.check_run_dir()
         self._count_flops()
         self._loss_weights.check()
         wanted = Actions(
@@ -491,12 +495,13 @@ class Trainer:
         self._timer.leave_step(RankPhase.LOGGING)
         info = EvalInfo("val", step, epoch, evaluation.metrics)
         self._after_validation(info)
+        self.check_run_dir()
         self.logbook.log_evaluation(evaluation)
         state.schedule.step_after("validation", evaluation.metrics)
 
         end_hooks = hooks(state.observers, "on_validation_end")
         for hook in end_hooks:
-            self._handle_answer(hook(info), part="val")
+            self._handle_answer(hook(info), hook, part="val")
         has_hooks = bool(start_hooks or end_hooks)
         if has_hooks and self.logbook.any_pairs():
             self.logbook.log_pairs("val")
@@ -516,20 +521,20 @@ class Trainer:
     ) -> None:
         """Call hooks that get an EpochInfo. part: as in `_handle_answer`."""
         for hook in epoch_hooks:
-            self._handle_answer(hook(EpochInfo(epoch, self.progress.step)), part=part)
+            self._handle_answer(hook(EpochInfo(epoch, self.progress.step)), hook, part=part)
 
-    def _handle_answer(self, answer: Stop | Log | None, *, part: str = "train") -> None:
+    def _handle_answer(self, answer: Stop | Log | None, hook: Callable[..., Any], *, part: str = "train") -> None:
         """Log the values of a Log that a hook has returned, note a Stop. part: `val` in validation hooks."""
         if isinstance(answer, Log):
             self.logbook.add(answer, part=part)
             answer = answer.stop
-        self.stop.handle(answer)
+        self.stop.handle(answer, hook)
 
     def save(self) -> None:
         """Copy the state between two steps and start to write it as a checkpoint. Every rank must call it.
 
         Figures that aren't logged yet are saved too, so logs don't depend on when checkpoints are saved.
-        Raises RunError if a loss or weight isn't finite, or replicas differ.
+        Raises RunError if a loss or weight isn't finite, replicas differ, or the run directory is gone.
         """
         if self.checkpoints is None:
             return
@@ -537,6 +542,7 @@ class Trainer:
         step = self.progress.step
         epoch = self.progress.last_epoch
         self._timer.leave_step(RankPhase.CHECKPOINT)
+        self.check_run_dir()
         # The checkpoint must fit the parameters that are trained from here on.
         if any_over_ranks(state.trainable.has_changed(), self.context):
             self._update_trainable()

@@ -360,7 +360,7 @@ def test_a_stop_between_two_epochs(train, tmp_path, stop):
 def test_another_answer_than_stop_is_refused(train, tmp_path, capsys):
     (tmp_path / "yes.py").write_text("class Yes:\n    def on_train_step_end(self, info): return True\n")
     train(*SHORT, "+callbacks.yes._target_=yes.Yes", status=2)
-    assert "A callback returned True. Return framework.Stop(reason)" in capsys.readouterr().err
+    assert "Yes.on_train_step_end returned True. Return framework.Stop(reason)" in capsys.readouterr().err
 
 
 def test_a_name_that_the_framework_logs_is_refused(train, tmp_path, capsys):

@@ -181,3 +181,22 @@ def test_training_uses_what_evaluations_cache(train, tmp_path):
     assert results.metrics(never)["test/force"] > 0
     train("job=predict", f"checkpoint.path={never}", "predict.output=energies.pt")
     assert len(torch.load(tmp_path / "energies.pt")["output"]) == 200
+
+
+NO_GRADIENTS = """
+import torch
+from framework.tasks import Supervised
+
+class Forces(Supervised):
+    def validation_step(self, model, batch):
+        x = batch[0].clone().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+"""
+
+
+def test_missing_gradients_in_evaluation_have_advice(train, tmp_path, capfd):
+    (tmp_path / "forces.py").write_text(NO_GRADIENTS)
+    train("recipe=toy", "logger=none", "task._target_=forces.Forces", status=1)
+    words = " ".join(capfd.readouterr().err.split())
+    assert "try Evaluations run without gradients." in words
+    assert "`with torch.enable_grad():` in the task's validation_step" in words

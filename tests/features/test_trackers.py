@@ -209,8 +209,8 @@ def test_a_tracker_receives_the_runs_result(train, tmp_path):
     assert (run_dir / "fake").read_text().splitlines() == ["begin", "earlier 1", "finish True"]
 
 
-def test_a_slow_tracker_loses_calls_and_says_so(capsys):
-    worker = Worker("slow")
+def test_a_slow_tracker_loses_calls_and_says_so(capsys, tmp_path):
+    worker = Worker("slow", root=tmp_path)
     begins = threading.Event()
     may_end = threading.Event()
 

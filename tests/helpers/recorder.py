@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -26,6 +27,7 @@ class Recorder:
     """
 
     def __init__(self, *, run_dir: RunDir, context: Context) -> None:
+        self._run_dir = run_dir.path
         self._folder = run_dir.path / "record"
         self._context = context
         self._file: JsonLines
@@ -37,12 +39,12 @@ class Recorder:
         self._handles: list[Any] = []
 
     def on_fit_start(self, info: FitInfo) -> None:
-        self._file = JsonLines(self._folder / f"rank_{self._context.rank}.jsonl", last_step=info.start_step)
+        self._file = self._open(self._folder / f"rank_{self._context.rank}.jsonl", info)
         if self._context.is_main:
             for path in self._folder.glob("rank_*.jsonl"):
                 # Records of ranks that no longer exist go, too.
                 if int(path.stem.removeprefix("rank_")) >= self._context.world_size:
-                    JsonLines(path, last_step=info.start_step).close()
+                    self._open(path, info).close()
         self._model = info.model
         self._optimizer = info.optimizer
         self._names = {id(parameter): name for name, parameter in info.model.named_parameters()}
@@ -51,6 +53,9 @@ class Recorder:
             info.model.register_forward_pre_hook(lambda model, inputs: self._note_inputs(model, inputs)),
             info.optimizer.register_step_pre_hook(lambda optimizer, *_: self._note_gradients(optimizer)),
         ]
+
+    def _open(self, path: Path, info: FitInfo) -> JsonLines:
+        return JsonLines(path, root=self._run_dir, last_step=info.start_step)
 
     def on_train_step_end(self, report: StepInfo) -> None:
         generators = generator_states(self._context.devices)

@@ -95,26 +95,31 @@ def hang(train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("place", "phase"),
+    ("place", "phase", "hook"),
     [
-        ("data", "data"),
-        ("close", "closing"),
-        pytest.param("datasets", "starting", marks=exhaustive),
-        pytest.param("on_fit_start", "logging", marks=exhaustive),
-        pytest.param("training_step", "forward", marks=exhaustive),
-        pytest.param("validation_step", "evaluate", marks=exhaustive),
-        pytest.param("on_fit_end", "logging", marks=exhaustive),
+        ("data", "data", None),
+        ("close", "closing", "close"),
+        pytest.param("datasets", "starting", None, marks=exhaustive),
+        pytest.param("on_fit_start", "logging", "on_fit_start", marks=exhaustive),
+        pytest.param("training_step", "forward", None, marks=exhaustive),
+        pytest.param("validation_step", "evaluate", None, marks=exhaustive),
+        pytest.param("on_fit_end", "logging", "on_fit_end", marks=exhaustive),
     ],
 )
 def test_a_single_process_that_hangs_is_ended(
-    hang: Callable[..., Any], capfd: pytest.CaptureFixture[str], place: str, phase: str
+    hang: Callable[..., Any], capfd: pytest.CaptureFixture[str], place: str, phase: str, hook: str | None
 ) -> None:
     first = hang(place)
     assert (first["kind"], first["phase"]) == ("hung", phase)
+    named = (first["hook"] or "").partition(" at hanging.py:")[0]
+    assert named == (hook or "")
     assert "hung: no progress for " in first["cause"]
     printed = capfd.readouterr().err
     assert "  stack    hang at hanging.py:" in printed
-    assert "If it is only slow, raise backend." in " ".join(printed.split())
+    words = " ".join(printed.split())
+    assert "If it is only slow, raise backend." in words
+    if hook is not None:
+        assert f"try It was in {hook} at hanging.py:" in words
 
 
 def test_a_loader_worker_that_hangs_is_shown(hang: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:

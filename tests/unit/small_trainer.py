@@ -191,6 +191,7 @@ def make_trainer(
         checkpoints=checkpoints,
         after_first_step=after_first_step,
         after_validation=lambda _: None,
+        check_run_dir=lambda: None,
         link=watched,
         clock=clock,
     )

@@ -24,7 +24,7 @@ def _prints_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def opened(path: Path) -> JsonLines:
-    return JsonLines(path, last_step=None)
+    return JsonLines(path, root=path.parent, last_step=None)
 
 
 def steps(path: Path) -> list[int]:
@@ -86,7 +86,7 @@ ROWS = [b'{"step": %d, "loss": 0.%d}\n' % (step, step) for step in range(1, 9)]
 
 def reopened(path: Path, *, last_step: int | None = None) -> list[int]:
     """Return the steps that are left."""
-    JsonLines(path, last_step=last_step, check=metrics_fault).close()
+    JsonLines(path, root=path.parent, last_step=last_step, check=metrics_fault).close()
     return steps(path)
 
 
@@ -152,9 +152,9 @@ def test_any_flipped_bit_costs_one_row_at_most(tmp_path: Path, bit: int) -> None
     assert len(kept) >= len(ROWS) - 1
 
 
-def written(path: Path) -> None:
+def written(path: Path, *, root: Path) -> None:
     """Resume from step 4 and write further rows."""
-    with closing(JsonLines(path, last_step=4, check=metrics_fault)) as file:
+    with closing(JsonLines(path, root=root, last_step=4, check=metrics_fault)) as file:
         file.write({"step": 5})
         file.flush()
         file.write({"step": 6})
@@ -166,7 +166,7 @@ def test_what_cannot_be_read_is_named_once(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     make(path)
-    written(path)
+    written(path, root=tmp_path)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{path} can't be read: ")
     assert path.is_symlink() or not path.is_file()
@@ -175,7 +175,7 @@ def test_what_cannot_be_read_is_named_once(
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trackers").write_text("")
     path = tmp_path / "trackers" / "fake" / "journal.jsonl"
-    written(path)
+    written(path, root=tmp_path)
     refused, lost = capsys.readouterr().out.splitlines()
     assert refused == f"{path} can't be written: Not a directory. Its rows wait in memory"
     assert lost == f"{path} lacks 2 rows that the disk refused"
@@ -185,7 +185,7 @@ def test_a_full_disk_delays_the_removal_of_later_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(ROWS))
     with full_at(10):
-        file = JsonLines(path, last_step=4, check=metrics_fault)
+        file = JsonLines(path, root=path.parent, last_step=4, check=metrics_fault)
         file.write({"step": 5})
     assert steps(path) == [*range(1, 9)]
     file.close()
