@@ -30,6 +30,7 @@ from framework.command.hydra_compose import (
     refuse_unused,
     resolved,
     search_path,
+    split_sweep,
     with_override,
     without_swept,
 )
@@ -316,6 +317,11 @@ class _Command:
         common = parse(self._base.configuration(raw))
         request_of = partial(self._trial, typed=overrides)
 
+        def combine(texts: Sequence[str]) -> list[list[str]]:
+            """Return the overrides of each trial, for all combinations of values."""
+            with self._explained(texts):
+                return split_sweep(texts)
+
         def compose_trials(combinations: Sequence[Sequence[str]]) -> list[Request]:
             """Return the checked request of each trial. Raises FrameworkError for a mistake in any."""
             if common.job == "plan":
@@ -326,6 +332,7 @@ class _Command:
             common=common,
             # Values to sweep over, in a file or typed.
             overrides=[*(f"{key}={value}" for key, value in params.items()), *overrides],
+            combine=combine,
             compose_trials=compose_trials,
             saved=saved,
             adds_trials=any(not is_of_sweeps(text) for text in self._changes),

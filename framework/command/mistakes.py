@@ -132,7 +132,7 @@ def _override_mistakes(
     # Choices without a mistake are composed, so that the keys are known.
     choices: list[str] = []
     key_overrides: list[tuple[Phrase, Override]] = []
-    is_search = any(override.key_or_group == "hydra/sweeper" for _, override in overrides)
+    is_search = any(override.key_or_group in ("sweep", "sweep.sampler") for _, override in overrides)
     for phrase, override in overrides:
         group = override.key_or_group
         is_swept = override.is_sweep_override()
@@ -214,8 +214,8 @@ def _one_value(override: Override) -> str:
 
 def _needs_search(key: str) -> str:
     return (
-        "a range needs a search that chooses values from it. Add -m hydra/sweeper=optuna "
-        f"(pip install hydra-optuna-sweeper), or give values: -m {key}=0.1,0.01"
+        "a range needs a search that chooses values from it. Add -m sweep=optuna sweep.n_trials=20 "
+        f"(pip install 'framework[sweep]'), or give values: -m {key}=0.1,0.01"
     )
 
 

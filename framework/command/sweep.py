@@ -19,7 +19,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from framework.checkpoint.layout import BEST
-from framework.command.hydra_compose import current_hydra, is_swept, split_sweep
+from framework.command.hydra_compose import current_hydra, is_swept
 from framework.command.job import load_job
 from framework.command.messages import tensorboard_command
 from framework.command.request import JobResult, Request
@@ -135,6 +135,8 @@ class SweepRequest:
     common: Config
     # With values to sweep over.
     overrides: Sequence[str]
+    # Returns the overrides of each trial, given some with several values. Raises ConfigError for what is no value.
+    combine: Callable[[Sequence[str]], list[list[str]]]
     # Composes and checks a trial for each list of overrides.
     compose_trials: Callable[[Sequence[Sequence[str]]], list[Request]]
     # The sweep on disk that the command continues; None: it begins one.
@@ -168,7 +170,7 @@ def run_sweep(asked: SweepRequest) -> JobResult:
         )
     combinations: list[list[str]] = []
     if asked.saved is None or asked.adds_trials:
-        combinations = grid(asked.overrides)
+        combinations = asked.combine(asked.overrides)
     requests = asked.compose_trials(combinations)
     if asked.common.job == "plan":
         answer(sweep_plan_text(requests, asked.settings))
@@ -182,11 +184,6 @@ def run_sweep(asked: SweepRequest) -> JobResult:
     slots = _slots(asked, runnable, count=len(runnable))
     folder, plan = _written(asked, requests)
     return JobResult(_run_grid(asked, folder, plan, requests=runnable, slots=slots))
-
-
-def grid(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each trial of a sweep over all combinations of values."""
-    return split_sweep(overrides)
 
 
 def _refuse_swept_settings(asked: SweepRequest) -> None:
@@ -274,7 +271,7 @@ def _search(asked: SweepRequest, sampler: Node) -> int:
     over = [text for text in asked.overrides if key_of(text) in asked.settings.over and is_swept(text)]
     others = [text for text in asked.overrides if text not in over and not key_of(text).startswith("hydra")]
     fixed, space = split_space(others, loader=current_hydra().config_loader)
-    blocks = grid(over) if over else [[]]
+    blocks = asked.combine(over) if over else [[]]
     settings = _search_settings(asked, space, sampler=sampler)
     settings.check()
 

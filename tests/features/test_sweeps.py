@@ -169,6 +169,7 @@ def test_a_sweep_whose_recipe_has_changed_is_not_continued(sweep, tmp_path):
             ["optimizer.lr=interval(0.1,1)", "sweep=optuna", "sweep.sampler._target_=optuna.samplers.TPESampl"],
             "TPESampler",
         ),
+        (["optimizer.lr=interval(0.1,1)"], "Add -m sweep=optuna sweep.n_trials=20"),
         (["seed=1,2", "job=runs"], "job=runs is about one run"),
         (["seed=1,2", "hydra/launcher=joblib"], "joblib"),
     ],

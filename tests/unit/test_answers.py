@@ -46,7 +46,7 @@ NAMES = {
     "data={_target_:own.data}": "Type data.datasets={_target_:own.data}",
     "+backend=gloo": "an option of backend is chosen already. Type backend=gloo in its place.",
     "+callbacks=ema": "Type callbacks=ema in its place, or +callbacks=[ema] to add one.",
-    "optimizer.lr=interval(0.1,1)": "Add -m hydra/sweeper=optuna",
+    "optimizer.lr=interval(0.1,1)": "Add -m sweep=optuna sweep.n_trials=20",
     "data.num_workers=0,05": "Add -m, or type data.num_workers=0.05",
     "recipe==toy": "Type recipe=toy",
     "optimizer.betas=(0.9,0.99)": "A list has square brackets: 'optimizer.betas=[0.9,0.99]'",
