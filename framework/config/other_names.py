@@ -334,7 +334,6 @@ ADVICE: dict[str, str] = {
     "job=infer": "Type job=predict checkpoint.path=RUN",
     "job=inference": "Type job=predict checkpoint.path=RUN",
     "job=sweep": "Type -m and several values, such as -m optimizer.lr=0.1,0.01",
-    "sweep": "Type -m and several values, such as -m optimizer.lr=0.1,0.01",
     "debug": "Type trainer=debug, or trainer.fast_dev_run=true for a single batch.",
     "dry_run": "Type trainer.fast_dev_run=true to run one batch, or job=plan to run nothing.",
     "random_seed": "Type seed={value}",

@@ -13,7 +13,7 @@ import yaml
 
 from tests.helpers.source import ROOT
 
-PLACEHOLDER = re.compile(r"\.\.\.|…|\$\w+|\b(?:RUN|CHECKPOINT|FOLDER)\b")
+PLACEHOLDER = re.compile(r"\.\.\.|…|\$\w+|\b(?:RUN|SWEEP|CHECKPOINT|FOLDER)\b")
 """What stands for a name that only the reader, or a script, knows: `resume=outputs/digits/...`, `init_from=RUN`."""
 
 ONLY_ANSWERS = {"--help", "--hydra-help", "--cfg", "--info"}

@@ -82,7 +82,12 @@ def note_trials(asked: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
         asked.extend(requests)
         return []
 
+    def plan_text(requests: Sequence[Request], _: object) -> str:
+        asked.extend(requests)
+        return ""
+
     monkeypatch.setattr(sweep_module, "_slots", slots)
+    monkeypatch.setattr(sweep_module, "sweep_plan_text", plan_text)
     monkeypatch.setattr(sweep_module, "_run", lambda *_, **__: 0)
 
 
