@@ -15,6 +15,7 @@ from framework.api.recipe import write_recipe
 from framework.checkpoint.layout import BEST, LAST
 from framework.command.trust import check_trust
 from framework.config.find_run import is_run
+from framework.config.overrides import key_of
 from framework.config.parse import parse
 from framework.config.saved import SavedRun, load_config, load_run, objects_of
 from framework.config.yaml_files import load_yaml
@@ -174,13 +175,17 @@ class Run:
             if not has_parts:
                 data = _as_test(data)
             sections = {"data": data, **sections}
+        settings = list(section_overrides(nodes, sections, overrides))
+        if any(key_of(text) == "data.datasets" for text in settings):
+            # A fold is one of the run's own data.
+            settings = ["++data.folds=null", "++data.fold=null", *settings]
         checkpoint = self._run_dir.checkpoints / self._weights()
         typed = [
             f"job={job}",
             f"checkpoint.path={override_value(str(checkpoint))}",
             "trust=true",
             f"{job}.part={part}",
-            *section_overrides(nodes, sections, overrides),
+            *settings,
         ]
         result = execute(typed, nodes)
         assert result.run_dir is not None, "ranks have a run directory"

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from framework.config.observers import observer_mistakes
 from framework.config.optimizers import optimizer_configs, refused_by_torch, schedules
-from framework.config.schema import CUDA_GRAPH_MODES, Config
+from framework.config.schema import CUDA_GRAPH_MODES, Config, DataConfig
 from framework.config.suggest import did_you_mean
 from framework.config.targets import SourceSignatures, check_node, import_target, target_mistakes
 from framework.errors import ConfigError
@@ -134,6 +134,21 @@ def _data(config: Config) -> Iterator[str]:
             f"data.num_workers={data.num_workers} can't go with data.loader=resident, which has nothing to load. "
             "Set data.num_workers=auto, or data.loader=dataloader."
         )
+    yield from _folds(data)
+
+
+def _folds(data: DataConfig) -> Iterator[str]:
+    folds = data.folds
+    fold = data.fold
+    if folds is None and fold is not None:
+        yield f"data.fold={fold} needs data.folds, the number of folds: data.folds=5"
+    elif folds is not None and fold is None:
+        yield (
+            f"data.folds={folds} needs data.fold, the number of the fold to hold out, from 0 to {folds - 1}. "
+            f"To hold out each in turn: -m data.folds={folds} 'data.fold=range({folds})'"
+        )
+    elif folds is not None and fold is not None and fold >= folds:
+        yield f"data.fold={fold}: the folds of data.folds={folds} have the numbers 0 to {folds - 1}."
 
 
 def _optimizer(config: Config) -> Iterator[str]:

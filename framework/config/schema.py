@@ -76,6 +76,10 @@ class DataConfig:
     collate_fn: Node | None = None
     # The order of the train part, one of framework.samplers. null: `shuffle` decides.
     sampler: Node | None = None
+    # K-fold cross-validation: the folds that the train part is split into. null: it isn't.
+    folds: int | None = bounded(at_least=2, default=None)
+    # The number of the fold that is the val part, counted from 0; the others are the train part.
+    fold: int | None = bounded(at_least=0, default=None)
     # Samples of a process in one batch, as in PyTorch. auto: as in the DataLoader that is given as the train part,
     # else 32.
     batch_size: int | Literal["auto"] = bounded(at_least=1)
@@ -175,7 +179,8 @@ class TrainerConfig:
     num_sanity_val_steps: int = bounded(at_least=0, default=1)
     # Test, evaluate and predict in torch.inference_mode instead of torch.no_grad.
     inference_mode: bool = False
-    # A whole number of batches, or a share of them from 0 to 1. null: all.
+    # A whole number of batches, or a share of them from 0 to 1. null: all. 0 leaves the part out of the training; a job
+    # that evaluates it takes all of it.
     limit_train_batches: int | float | None = bounded(above=0)
     limit_val_batches: int | float | None = bounded(at_least=0)
     limit_test_batches: int | float | None = bounded(at_least=0)

@@ -1,4 +1,4 @@
-"""What a resumed run may change of its optimizer and schedule, and how the restored optimizer gets it."""
+"""What a resumed run may change of its fold, optimizer and schedule, and how the restored optimizer gets it."""
 
 from __future__ import annotations
 
@@ -45,6 +45,21 @@ def check_optimizer_and_schedule(config: Config, saved: dict[str, Any]) -> None:
         )
     for node_now, node_before in schedules:
         _check_same_schedule(node_now, node_before)
+
+
+def check_fold(config: Config, saved: dict[str, Any]) -> None:
+    """Raise ConfigError if another fold is held out than in the checkpoint: its samples were trained on."""
+    now = [config.data.folds, config.data.fold]
+    before = [saved["data"].get("folds"), saved["data"].get("fold")]
+    if now == before:
+        return
+    texts = []
+    for name, value in zip(("folds", "fold"), before, strict=True):
+        texts.append(f"data.{name}={'null' if value is None else value}")
+    raise ConfigError(
+        "resume can't hold out another fold: it would validate on samples that were trained on. The run has "
+        f"{' '.join(texts)}.\nKeep that, or start a new run with rerun."
+    )
 
 
 def change_optimizers(config: Config, saved: dict[str, Any], state: TrainState) -> None:

@@ -19,7 +19,7 @@ from framework.config.yaml_files import load_yaml
 from framework.distributed.collectives import barrier
 from framework.distributed.seed import mix, restore_generator_states, seed_everything
 from framework.distributed.sharded import is_model_sharded
-from framework.engine.changed_settings import change_optimizers, check_optimizer_and_schedule
+from framework.engine.changed_settings import change_optimizers, check_fold, check_optimizer_and_schedule
 from framework.engine.setup import RankSetup
 from framework.engine.weights import load_initial_weights
 from framework.media import Text
@@ -62,6 +62,7 @@ def _continue_checkpoints(setup: RankSetup, trainer: Trainer, checkpoint: LastUn
 def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
     """Load the whole state from the checkpoint `source`, but for the generators, which `Trainer.fit` restores."""
     saved_config = without_removed(with_present_names(load_yaml(source / "config.yaml")))
+    check_fold(setup.config, saved_config)
     check_optimizer_and_schedule(setup.config, saved_config)
     model = trainer.state.bare_model
     if is_model_sharded(model):

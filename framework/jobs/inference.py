@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,10 @@ def _ready(
 ) -> Iterator[tuple[Assembled, dict[str, EvalLoader]]]:
     """Yield the model with its weights, and this rank's loaders, inside the process group."""
     datasets, setup = prepare_data(setup)
+    setup = _without_zero_limit(setup, part)
     loaders = make_eval_loaders(setup, datasets, part=part)
     if not loaders:
-        raise DataError(
-            f"data.datasets gives no {part} part, or trainer.limit_{part}_batches=0 leaves nothing of it. "
-            f"There is: {', '.join(datasets.parts)}."
-        )
+        raise DataError(f"data.datasets gives no {part} part. There is: {', '.join(datasets.parts)}.")
     setup.link.rank_status.set_phase(RankPhase.MEETING)
     with process_group(setup.context, setup.config.backend, rendezvous=arguments.rendezvous), ExitStack() as stack:
         for loader in loaders.values():
@@ -140,3 +139,13 @@ def _ready(
             loader.set_epoch(epoch)
         yield assembled, loaders
         setup.link.rank_status.set_phase(RankPhase.CLOSING)
+
+
+def _without_zero_limit(setup: RankSetup, part: Part) -> RankSetup:
+    """Return the set-up with the whole part if `limit_PART_batches=0` has left it out of the training."""
+    key = f"limit_{part}_batches"
+    if getattr(setup.config.trainer, key) != 0:
+        return setup
+    whole: dict[str, Any] = {key: None}
+    trainer = replace(setup.config.trainer, **whole)
+    return replace(setup, config=replace(setup.config, trainer=trainer))

@@ -131,6 +131,19 @@ def test_typed_overrides_apply_to_a_saved_run(evaluate, trained, tmp_path):
     assert used == {**saved, **changed}
 
 
+@pytest.mark.multiproc
+@pytest.mark.parametrize("overrides", [(), ("callbacks=[ema]", "topology.procs_per_node=2")], ids=str)
+def test_a_test_that_was_left_out_can_follow(evaluate, shared_run, overrides):
+    """The numbers are those that the test at the end of training gives."""
+    common = (*TRAIN, "checkpoint.mode=max", "path.outputs=outputs", *overrides)
+    tested = shared_run(*common)
+    untested = shared_run(*common, "trainer.limit_test_batches=0")
+    assert results.results(untested)["test"] is None
+    test = results.results(tested)["test"]
+    assert test["step"] == results.pointed(untested, "best")
+    assert evaluate(f"checkpoint.path={untested}/best") == test["metrics"]
+
+
 @pytest.mark.exhaustive
 def test_evaluations_lie_in_the_run_that_they_evaluate(command, trained, tmp_path):
     """An evaluation can't be resumed: neither as the newest unfinished run, nor by its name."""

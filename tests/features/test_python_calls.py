@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import framework
-from framework import ConfigError, DataError, RequestError, Run, RunFailedError
+from framework import ConfigError, DataError, Datasets, RequestError, Run, RunFailedError
 from tests.features.api_cases import Net, datasets, loaders, samples, smoothed
 from tests.helpers import results
 from tests.helpers.internals import ForkServer, call_module
@@ -140,6 +140,16 @@ def test_a_run_is_resumed_evaluated_and_predicted(call_train: Call, train: Calla
         repr(run)
     train(f"resume={moved}", "trainer.max_epochs=4")
     assert framework.load(moved).history.index[-1] == 48
+
+
+def test_own_data_is_evaluated_whole_by_a_run_of_a_fold(call_train: Call) -> None:
+    folds = {"datasets": Datasets(samples(60)), "folds": 3, "fold": 0}
+    run = call_train(model=partial(Net, hidden=5), data=folds, loss=smoothed)
+    held_out = run.evaluate(part="val")
+    assert held_out == pytest.approx({name: run.metrics[name] for name in held_out})
+    few = samples(2, seed=1)
+    run.evaluate(few)
+    assert len(run.predict(few)["output"]) == 2
 
 
 def correct(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from framework.data.batch_tree import held_tensors, record_stream
     from framework.data.batching import BatchPlan, micro_batches, plan_batches, share
     from framework.data.draws import Draws
+    from framework.data.folds import class_numbers, fold_numbers
     from framework.data.identity import DataIdentity
     from framework.data.keyed_random import KeyedRandom
     from framework.data.loader import (
@@ -243,7 +244,7 @@ if TYPE_CHECKING:
     from framework.optim.schedule_replay import Change, Rebuild
     from framework.runs import record as record_module
     from framework.runs.find import find_runs
-    from framework.runs.record import RunStart, read_rows, record_end, record_start
+    from framework.runs.record import RunStart, read_rows, read_run, record_end, record_start
     from framework.runs.report.curves import LEFT as CHART_LEFT
     from framework.runs.report.curves import MAX_POINTS, Scale, chart, format_tick, thinned, ticks
     from framework.runs.report.curves import RIGHT as CHART_RIGHT

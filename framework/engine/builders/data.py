@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from framework.config.schema import Config, Node
 from framework.config.targets import import_target, unwrap_partial
+from framework.data.folds import apply_folds
 from framework.data.from_dataloader import unpack_dataloaders
 from framework.distributed.context import Context
 from framework.engine.builders.objects import build_object, wrong_result
@@ -19,11 +20,14 @@ from framework.types import Collate, Datasets
 
 
 def build_data(run_config: Config, context: Context) -> Datasets:
-    """Return the datasets, with the collate function and the sampler of the configuration, if it has some."""
+    """Return the datasets, with the collate function, the fold and the sampler of the configuration, if it has some."""
     config = run_config.data
     datasets = build_datasets(config.datasets, run_config=run_config, run_context=context)
     if config.collate_fn is not None:
         datasets = replace(datasets, collate_fn=_build_collate_fn(config.collate_fn))
+    if config.sampler is not None:
+        datasets = replace(datasets, sampler=None)
+    datasets = apply_folds(datasets, config, logs=context.is_main)
     if config.sampler is not None:
         if isinstance(datasets.train, IterableDataset):
             raise ConfigError("data.sampler can't go with a stream to train on, which has its own order. Leave it out.")

@@ -21,6 +21,7 @@ from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.data.batching import BatchPlan
+from framework.data.folds import apply_folds
 from framework.data.loader import dataset_size
 from framework.distributed.context import Context
 from framework.engine.assemble import assemble
@@ -142,7 +143,7 @@ def _data(
                 f"The data isn't on this machine; set plan.train_samples=NUMBER to get the steps of an epoch.\n{error}"
             )
             return None, {**sizes, "streams": streams, "source": None}
-        datasets = Datasets(train=range(config.plan.train_samples))
+        datasets = apply_folds(Datasets(train=range(config.plan.train_samples)), config.data)
         source = "plan.train_samples"
     else:
         check_streams(config, datasets, strategy)

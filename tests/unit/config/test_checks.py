@@ -49,6 +49,12 @@ def check(changes: dict[str, Any]) -> None:
         ({"job": "eval"}, "job=eval needs weights: checkpoint.path="),
         ({"job": "export", "checkpoint.path": "run", "resume": "run"}, "Use checkpoint.path=run"),
         ({"data.loader": "resident", "data.num_workers": 2}, "data.num_workers=2 can't go with data.loader=resident"),
+        (
+            {"data.folds": 5},
+            "needs data.fold, the number of the fold to hold out, from 0 to 4. To hold out each in turn",
+        ),
+        ({"data.fold": 0}, "data.fold=0 needs data.folds, the number of folds"),
+        ({"data.folds": 5, "data.fold": 5}, "data.fold=5: the folds of data.folds=5 have the numbers 0 to 4."),
         ({"job": "plan", "topology.nnodes": 3, "topology.node_rank": 3}, "must be less than topology.nnodes=3."),
         ({"topology.rdzv_endpoint": "node0"}, "topology.rdzv_endpoint=node0: must be HOST:PORT"),
         ({"topology.rdzv_secret": "hidden"}, "topology.rdzv_secret is set in a file"),
