@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_state")
 
 def record(folder: Path, *, start: int = 0, steps: int = 4, disturb: Any = None) -> Path:
     """Train `steps` steps of a small model from `start` on, always of the same numbers; `disturb` may change some."""
+    folder.mkdir(exist_ok=True)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
