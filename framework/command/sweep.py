@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -54,7 +55,10 @@ from framework.sweeps.space import Space, split_space
 from framework.sweeps.table import best_text, csv_text, table_text
 from framework.system.formatting import display_path, format_count, format_facts
 from framework.system.output import answer
-from framework.system.run_dir import create_run_dir, write_atomically
+from framework.system.run_dir import RunDir, create_run_dir, is_locked, write_atomically
+
+# How long the processes of a worker that was killed may take to end.
+_LEAVE_S = 15.0
 
 
 def check_sweep(settings: DictConfig, *, external_ranks: ExternalRanks | None) -> None:
@@ -424,6 +428,7 @@ def _started(folder: SweepFolder, request: Request, trial: TrialPlan, *, skips_t
     request = replace(request, sub_run=run_dir.path, skips_test=skips_test)
     if not run_dir.path.exists():
         return request
+    _wait_until_left(run_dir)
     if not is_run(run_dir.path):
         # The trial was killed before it had saved its configuration, so there is nothing to resume.
         shutil.rmtree(run_dir.path)
@@ -431,6 +436,13 @@ def _started(folder: SweepFolder, request: Request, trial: TrialPlan, *, skips_t
     saved_run = load_saved(run_dir.path)
     raw = started_from(saved_run, saved_run.raw)
     return replace(request, config=parse(raw), raw=raw)
+
+
+def _wait_until_left(run_dir: RunDir) -> None:
+    """Wait until the processes of a worker that was killed have left a trial, which takes them a moment."""
+    deadline = time.monotonic() + _LEAVE_S
+    while is_locked(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def _print_results(folder: SweepFolder, plan: SweepPlan) -> None:

@@ -33,8 +33,8 @@ SWEEPS = "multirun"
 _VERSION = 1
 # Above it, a number isn't one of a trial.
 _MAX_NUMBER = 2**31
-# How trials end that need not be run again.
-_DONE = ("finished", "pruned")
+# How trials end that are run again only on request.
+_DONE = ("finished", "pruned", "failed")
 # What of a configuration neither changes what a run computes nor which weights it starts from.
 _SAME_RUN = frozenset({"sweep", "resume", "rerun", "trust", "objects", "tags", "path", "logger", "launcher"})
 
@@ -308,7 +308,7 @@ def newest_unfinished_sweep(outputs: Path, *, is_own: Callable[[SweepFolder], bo
 
 
 def _is_unfinished(folder: SweepFolder) -> bool:
-    """Return True if a trial hasn't finished and wasn't pruned, or if a search has trials to come."""
+    """Return True if a trial has yet to end, or if a search has trials to come."""
     plan = SweepPlan.read(folder)
     if plan.search is not None and len(plan.trials) < plan.search.n_trials:
         return True

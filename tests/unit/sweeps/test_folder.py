@@ -460,12 +460,14 @@ def test_the_newest_unfinished_sweep_is_resumed(folder: SweepFolder, tmp_path: P
     PLAN.write(older)
     PLAN.write(folder)
     (outputs / "multirun" / "9999").mkdir()
-    for statuses in ((None, None), ("finished", None), ("finished", "failed"), ("stopped", "pruned")):
+    for statuses in ((None, None), ("finished", None), ("stopped", "pruned")):
         end(folder, *statuses)
         assert unfinished(outputs) == folder
         assert unfinished(outputs, not_own=(folder,)) == older
-    end(folder, "pruned", "finished")
-    assert unfinished(outputs) == older
+    # What failed is run again only on request.
+    for statuses in (("pruned", "finished"), ("finished", "failed")):
+        end(folder, *statuses)
+        assert unfinished(outputs) == older
     # Damage is a reason to run it again.
     folder.trial(1).run_file.write_text("{")
     assert unfinished(outputs) == folder
