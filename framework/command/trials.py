@@ -170,6 +170,8 @@ class SearchTrials:
         # The rows of the trials that run, by the number of the trial.
         self._row_of: dict[int, _Row] = {}
         self._is_exhausted = False
+        # If any trial was started and wasn't refused.
+        self._has_run = False
         self.requests: dict[int, Request] = {}
 
     def next(self) -> TrialPlan | None:
@@ -189,6 +191,10 @@ class SearchTrials:
 
     def ended(self, plan: TrialPlan, result: TrialResult) -> bool:
         row = self._row_of.pop(plan.number)
+        self._has_run |= result.status != REFUSED
+        if result.status == REFUSED and not self._has_run:
+            # All others would be refused for the same reason, such as a metric that no validation computes.
+            self._is_exhausted = True
         if has_failed(result):
             self._failures[plan.number] += 1
             if self._failures[plan.number] <= self._retries:

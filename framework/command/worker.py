@@ -23,6 +23,7 @@ from framework.launch.run_server import RunServer
 from framework.sweeps.claims import Claims
 from framework.sweeps.folder import SweepFolder, TrialPlan
 from framework.sweeps.results import TrialResult, read_results
+from framework.system.files import read_text
 from framework.system.shown_text import shown
 from framework.system.signals import Signals, catching_signals
 
@@ -171,6 +172,7 @@ class Worker:
             result = replace(result, status=PRUNED)
         if event["status"] == EXIT_WRONG_REQUEST and result.status == "waiting":
             result = self._refused(plan)
+            self._view.say(shown(read_text(self._folder.trial_log(plan.number)).rstrip()))
         self._ended(plan, result, parent=parent)
 
     def _refused(self, plan: TrialPlan) -> TrialResult:

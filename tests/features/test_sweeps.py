@@ -257,6 +257,14 @@ def test_a_search_goes_on_after_a_failed_trial(sweep, tmp_path):
     assert "running" not in again.out
 
 
+def test_a_search_ends_if_its_first_trial_is_refused(sweep, tmp_path):
+    search = ("sweep=optuna", "sweep.n_trials=9", "optimizer.lr=interval(0.01,0.1)", "checkpoint.monitor=val/los")
+    answer = sweep("recipe=toy", *SHORT, *search, "sweep.jobs=1")
+    assert answer.status == 1
+    assert "checkpoint.monitor=val/los is never computed" in answer.out
+    assert len(statuses(sweep_folder(tmp_path))) == 1
+
+
 def test_a_search_prunes_by_the_first_seed_and_compares_means(sweep, tmp_path):
     typed = ("recipe=toy", "logger=jsonl", "trainer.max_epochs=30", *LIMITS)
     search = ("sweep=optuna", "sweep.n_trials=6", "optimizer.lr=choice(1e-6,0.05)", "seed=1,2", "sweep.jobs=1")
