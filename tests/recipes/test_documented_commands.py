@@ -1,7 +1,8 @@
 """Commands of the documentation are run, each override that they show at least once.
 
-Every command is composed and checked by tests/shape/test_docs.py; that is all for those that need GPUs or several
-nodes, and for those that only plan or answer. Trainings are cut to a few steps.
+Every command is composed and checked by tests/shape/test_docs.py; that is all for those that need GPUs, several nodes
+or a sweep on disk (tests/features/test_sweeps.py), and for those that only plan or answer. Trainings are cut to a few
+steps.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SHORT = {
     "tune": ("tune.max_batch_size=16",),
 }
 """By job, what makes it short."""
-NOT_HERE = re.compile(r"job=plan|trainer\.gpus=[1-9]\d*|topology=multi_node|topology\.nnodes=.*")
+NOT_HERE = re.compile(r".*=SWEEP|job=plan|trainer\.gpus=[1-9]\d*|topology=multi_node|topology\.nnodes=.*")
 LEFT_OUT = re.compile(r"(data\.root|data\.mirrors|path\.outputs|preflight\.(min|max)_\w+)=.*")
 """Places that don't exist here, and speeds that a machine needn't have to run tests."""
 A_RUN = re.compile(r"(?<=[=\[,])(outputs/\w+/)?(RUN|\.\.\.|\$run)")
