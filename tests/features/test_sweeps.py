@@ -310,7 +310,9 @@ def test_a_stopped_sweep_continues(tmp_path, number):
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
     assert f"resume={folder.relative_to(tmp_path)}" in out
-    assert statuses(folder).count("stopped") == 2
+    # One may have finished just before, and another begun.
+    assert {"stopped", "interrupted"} & set(statuses(folder))
+    assert not {"failed", "crashed"} & set(statuses(folder))
 
     result = run_framework("-m", "resume=auto", *typed, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
