@@ -78,6 +78,8 @@ class Worker:
         self._fail_fast = fail_fast
         self._running: dict[str, _Running] = {}
         self._has_failed = False
+        # If a trial was stopped, so that there is something to resume.
+        self._has_stopped = False
         # The signal that stopped the sweep; 0 for none.
         self._stop_signal = 0
         # True once no more trials are started.
@@ -102,7 +104,10 @@ class Worker:
                     self._claims.release(running.plan.number)
         if self._stop_signal:
             return EXIT_STOPPED
-        return EXIT_RUN_FAILED if self._has_failed else 0
+        status = EXIT_RUN_FAILED if self._has_failed else 0
+        if status == 0 and self._has_stopped:
+            return EXIT_STOPPED
+        return status
 
     def _loop(self, signals: Signals, *, server: ForkServer, parent: RunServer) -> None:
         next_beat = time.monotonic() + _BEAT_S
@@ -184,6 +189,8 @@ class Worker:
         is_restarted = self._trials.ended(plan, result) and not self._is_stopping
         self._claims.release(plan.number)
         self._view.ended(plan, result, is_restarted=is_restarted)
+        if result.status in ("stopped", "interrupted"):
+            self._has_stopped = True
         if not has_failed(result) or is_restarted:
             return
         self._has_failed = True

@@ -42,7 +42,7 @@ def test_an_in_process_run_stops_and_resumes_exactly(train, tmp_path, shared_run
 
 
 @pytest.mark.exhaustive
-def test_a_stopped_job_ends_its_sweep(tmp_path):
+def test_a_trial_that_is_stopped_alone_can_be_resumed(tmp_path):
     (tmp_path / "stop.py").write_text(
         "import os, signal\n"
         "class Stopper:\n"
@@ -50,17 +50,14 @@ def test_a_stopped_job_ends_its_sweep(tmp_path):
         "    def on_train_step_end(self, report):\n"
         "        if report.step == self.at: os.kill(os.getpid(), signal.SIGTERM)\n"
     )
-    stopper = ("+callbacks.stop._target_=stop.Stopper", "+callbacks.stop.at=200,20,200")
-    result = run_framework("-m", *OVERRIDES, "launcher=in_process", *stopper, cwd=tmp_path)
-    assert result.returncode == EXIT_STOPPED
-    lines = result.stdout.splitlines()
-    assert "Stopped in job 1; 1 more were not started." in lines
-    (stopped,) = [line for line in lines if line.startswith("1  ")]
-    assert stopped.split()[2] == "stopped"
-    *_, line = [line for line in lines if line.startswith("[1]")]
-    resumed = run_framework(line.split()[-1], cwd=tmp_path)
+    stopper = ("+callbacks.stop._target_=stop.Stopper", "+callbacks.stop.at=200,20")
+    result = run_framework("-m", *OVERRIDES, *stopper, cwd=tmp_path)
+    assert result.returncode == EXIT_STOPPED, result.stderr
+    assert "2 trials: 1 finished, 1 stopped" in result.stdout.splitlines()
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("  resume ")]
+    resumed = run_framework(*line.split()[-2:], cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    assert "Resuming after step 20" in resumed.stdout
+    assert "2 trials: 2 finished" in resumed.stdout.splitlines()
 
 
 # A restart after a failure
