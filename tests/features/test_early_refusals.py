@@ -40,7 +40,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(job_module, "run_ranks", start)
-    monkeypatch.setattr(sweep_module, "Sweep", start)
+    monkeypatch.setattr(sweep_module, "Worker", start)
     for module in (plan_job_module, parity_job_module, export_job_module):
         monkeypatch.setattr(module, "call_in_child", start)
 
