@@ -275,31 +275,34 @@ auto.rules = AutoRules  # type: ignore[attr-defined]
 class _OrderedGradients(nn.Module):
     """Takes the model's place for one backward, in which gradients come in a given order."""
 
-    def __init__(self, model: nn.Module, order: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         # For DDP, which looks for the buffers.
         self.model = model
-        parameters = dict(model.named_parameters())
-        self._in_order = [parameters[name] for name in order]
 
-    def forward(self) -> Tensor:
-        total = torch.zeros((), device=self._in_order[0].device)
+    def forward(self, order: Sequence[str]) -> Tensor:
+        parameters = dict(self.model.named_parameters())
+        total = torch.zeros((), device=parameters[order[0]].device)
         # Autograd runs the nodes that were made last first.
-        for parameter in reversed(self._in_order):
+        for name in reversed(order):
+            parameter = parameters[name]
             values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
             total = total + values.sum().to(total.device)
         return total
 
 
 def _exchange_in_order(model: DistributedDataParallel, order: Sequence[str]) -> None:
-    """Run one backward through DDP without the model's own code, after which its buckets follow `order`."""
+    """Run one backward through DDP without the model's own code, after which its buckets follow `order`.
+
+    The order is an argument of the call, since DDP with `device_ids` can't be called without any.
+    """
     module = model.module
     compiled_call = model._compiled_call_impl
-    model.module = _OrderedGradients(module, order)
+    model.module = _OrderedGradients(module)
     # A compiled call would decide on the order itself.
     model._compiled_call_impl = None
     try:
-        model().backward()
+        model(list(order)).backward()
     finally:
         model.module = module
         model._compiled_call_impl = compiled_call

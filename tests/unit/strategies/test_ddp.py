@@ -177,3 +177,23 @@ def bring_back_errors(context: Context) -> list[bool]:
 @pytest.mark.multiproc
 def test_thin_matrix_errors_are_fed_back(rank_pool: RankPool) -> None:
     assert rank_pool.run(bring_back_errors, ranks=2) == [[True, False, False, False]] * 2
+
+
+def resume_with_device_ids(context: Context) -> tuple[list[str], list[str]]:
+    """Return the order of gradients that was saved, and the one after loading it into a replica with `device_ids`.
+
+    With them DDP moves the arguments of each call to the device, as it does for every replica on a single GPU.
+    """
+    order = ["weight", "bias"]
+    strategy = DDP(context=context)
+    model = strategy.wrap(nn.Linear(3, 2))
+    assert isinstance(model, DistributedDataParallel)
+    model.device_ids = [0]
+    strategy.load_state_dict(model, {"gradient_order": order, "exchanges": 1})
+    return order, strategy.state_dict(model)["gradient_order"]
+
+
+@pytest.mark.multiproc
+def test_a_replica_on_one_device_gets_its_order_back(rank_pool: RankPool) -> None:
+    for saved, loaded in rank_pool.run(resume_with_device_ids, ranks=2):
+        assert loaded == saved
