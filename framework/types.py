@@ -377,9 +377,10 @@ class TaskHooks(Protocol):
         """Called before the first validation batches are tried, which is before `on_fit_start`, if they are."""
 
     def observe_samples(self, batch: Batch) -> None:
-        """Called before training with all samples as one batch, if they are kept in memory and have no transform.
+        """Called before training with all samples as one batch, if they are kept in memory.
 
-        The batch may have rows that aren't trained on.
+        A tensor that a `framework.transforms.Each` changes stands in the batch as None; with any other transform the
+        hook isn't called. The batch may have rows that aren't trained on.
         """
 
     def on_evaluations_start(self, model: nn.Module, prefixes: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from framework.runs.find import find_runs
 from framework.sweeps.folder import SWEEPS
 from framework.sweeps.table import distinguishing
 from framework.system.formatting import format_count, format_duration, format_facts, format_table
+from framework.system.hardware import count_gpus
 
 # The newest runs of the recipe, by which the time is estimated.
 _MAX_RUNS = 5
@@ -26,10 +27,10 @@ def sweep_plan_text(requests: Sequence[Request], settings: SweepConfig) -> str:
     for request in requests:
         # `trainer.gpus` needn't exist here.
         topologies.append(place(request.config, is_planned=True).topology)
-    has_gpus = any(topology.gpus_per_node > 0 for topology in topologies)
+    num_gpus = max(topology.gpus_per_node for topology in topologies)
     slots: Sequence[Slot] = ()
     at_a_time = "unknown: the GPUs aren't on this machine"
-    if not has_gpus or all(request.config.trainer.gpus is None for request in requests):
+    if num_gpus == 0 or num_gpus <= count_gpus():
         slots = make_slots(topologies, count=len(topologies), jobs=settings.jobs, share_gpus=settings.share_gpus)
         at_a_time = _place_text(slots)
 

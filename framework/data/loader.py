@@ -25,6 +25,7 @@ from framework.data.set_epoch import EpochListeners
 from framework.data.sketch import sketch_rows
 from framework.data.stream import StreamLoader
 from framework.data.tensor_samples import TensorSamples, as_tensor_samples
+from framework.data.transforms import Each
 from framework.data.workers import ItemLoader
 from framework.errors import DataError
 from framework.system.formatting import format_bytes
@@ -247,13 +248,20 @@ class MapLoader:
 
     @property
     def whole(self) -> Batch | None:
-        """All rows in memory as a batch, maybe more than are trained on; None unless resident and untransformed."""
+        """All rows in memory as a batch, maybe more than are trained on; None unless they are resident.
+
+        A tensor that a transform may change stands in it as None.
+        """
         if not isinstance(self._source, ResidentBatches):
             return None
         samples = self._source.samples
-        if samples.transform is not None:
+        transform = samples.transform
+        if transform is None:
+            return samples.pack(list(samples.tensors))
+        if not isinstance(transform, Each):
             return None
-        return samples.pack(list(samples.tensors))
+        known = [None if transform.changes(i) else tensor for i, tensor in enumerate(samples.tensors)]
+        return samples.pack(known)
 
     def epoch(self, epoch: int, start: int = 0, *, limit: int | None = None) -> Iterator[Window]:
         """Yield the windows of `epoch` from sample `start` of its order on; samples before it are not loaded.

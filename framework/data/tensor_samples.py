@@ -44,7 +44,7 @@ class TensorSamples(Dataset[tuple[Tensor, ...]]):
         self.tensors = tensors
         self.rows = rows
         self.transform = transform
-        self.pack: Callable[[Sequence[Tensor]], Batch] = list
+        self.pack: Callable[[Sequence[Tensor | None]], Batch] = list
         """Makes a batch of the tensors, as `default_collate` would."""
 
     def __len__(self) -> int:

@@ -32,6 +32,10 @@ class Each:
     def __init__(self, *transforms: ImageTransform | None) -> None:
         self._transforms = transforms
 
+    def changes(self, position: int) -> bool:
+        """Return True if the tensor at this position of a sample has a transform."""
+        return position < len(self._transforms) and self._transforms[position] is not None
+
     def __call__(self, batch: Sequence[Tensor], draws: Draws) -> list[Tensor]:
         transformed = []
         for tensor, transform in zip_longest(batch, self._transforms):

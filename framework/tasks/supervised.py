@@ -128,7 +128,11 @@ class Supervised:
 
     def observe_samples(self, batch: Batch) -> None:
         """Note if the loss ignores any of the training targets; if not, steps don't compute weights."""
-        _, target = split_batch(batch)
+        try:
+            _, target = split_batch(batch)
+        except DataError:
+            # The targets have a transform. A batch of a wrong form is refused in the first step.
+            return
         self._training_is_weighted = self._ignored is not None and self._ignored.leaves_out(target)
 
     def predict_step(self, model: nn.Module, batch: Batch) -> Tensor | Mapping[str, Tensor]:

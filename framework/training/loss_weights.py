@@ -345,7 +345,7 @@ def _times_weight(loss: Tensor, weight: float | Tensor, *, scale: float) -> Tens
 def _counted(loss: Tensor, weight: float | Tensor) -> Tensor:
     """Return the loss, or 0 if its weight is 0, since the mean over nothing is NaN."""
     if isinstance(weight, Tensor):
-        return torch.where(weight > 0, loss, torch.zeros_like(loss))
+        return torch.where(weight > 0, loss, 0.0)
     if weight > 0:
         return loss
     # Multiplied by 0, NaN would stay.

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from framework import Strategy
+from framework import Strategy, TensorSamples, transforms
 from framework.errors import TargetError
 from framework.strategies import AllReduce, LocalSGD
 from framework.tasks import F1, Accuracy, Supervised
 from framework.types import Datasets, StepOutput
 from tests.helpers import results
 from tests.helpers.contexts import cpu_context
-from tests.helpers.internals import Context
+from tests.helpers.internals import Context, Draws
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.recipes import write_recipe
 from tests.unit.small_trainer import make_trainer, settings, weights
@@ -203,6 +203,37 @@ def test_without_ignored_targets_nothing_is_weighted(own_state: None) -> None:
     assert task.training_step(model(), batch).weight is None
     task.observe_samples([x, classes])
     assert task.training_step(model(), [x, classes]).weight == int((classes >= 0).sum())
+
+
+class Doubled:
+    """A transform that is no `Each`: it may change any tensor."""
+
+    def __call__(self, batch: list[Tensor], draws: Draws) -> list[Tensor]:
+        return [2 * batch[0], batch[1]]
+
+
+@pytest.mark.parametrize(
+    ("transform", "is_weighted"),
+    [
+        (None, False),
+        (transforms.Each(transforms.Scale()), False),
+        (transforms.Each(transforms.Scale(), None), False),
+        # The targets that the loss gets aren't those in memory.
+        (transforms.Each(None, transforms.Scale()), True),
+        (Doubled(), True),
+    ],
+    ids=["nothing", "inputs", "inputs only", "targets", "anything"],
+)
+def test_targets_in_memory_are_looked_at_once(transform: Any, is_weighted: bool, own_state: None) -> None:
+    x, classes = points(-100).tensors
+    data = TensorSamples(x, classes.clamp(min=0), transform=transform)
+    task = Supervised(nn.CrossEntropyLoss())
+    trainer = make_trainer(settings(), model=model(), task=task, data=data)
+    whole = trainer.train_loader.whole
+    if whole is not None:
+        task.observe_samples(whole)
+    step = task.training_step(model(), [x, classes.clamp(min=0)])
+    assert (step.weight is not None) is is_weighted
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from framework.errors import RunError
 from tests.helpers.answers import Answer, assert_refused, run_all
-from tests.helpers.internals import JobResult, Request, RunDir, Train, compose, create_run_dir, save_config
+from tests.helpers.internals import Gpu, JobResult, Request, RunDir, Train, compose, create_run_dir, save_config
 from tests.helpers.source import ROOT
 from tests.unit.config.raw import composed
 
@@ -259,6 +259,27 @@ def test_a_text_from_the_environment_becomes_a_number(
 def test_a_sweep_over_all_options_of_a_pattern(requests: list[Request], capsys: pytest.CaptureFixture[str]) -> None:
     assert compose.main(["-m", "job=plan", "recipe=toy", "trainer.gpus=0", "optimizer=glob(sgd*,exclude=[*_h*])"]) == 0
     assert "optimizer=sgd" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "at_a_time"),
+    [
+        (["trainer.gpus=2"], "2, each on 1 core and 2 GPUs"),
+        (["trainer.gpus=1", "sweep.share_gpus=2"], "3, each on 1 core and 1 GPU"),
+        (["trainer.gpus=8"], "unknown: the GPUs aren't on this machine"),
+    ],
+    ids=["all", "shared", "too few"],
+)
+def test_a_planned_sweep_knows_the_gpus_of_the_machine(
+    arguments: list[str], at_a_time: str, requests: list[Request], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    gpus = [Gpu(f"GPU {index}", f"GPU-{index}") for index in range(4)]
+    for module in ("framework.system.hardware", "framework.command.slots"):
+        monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("framework.command.slots.own_cores", lambda: {0, 1, 2})
+    monkeypatch.setattr("framework.command.slots.cpu_count", lambda: 3)
+    assert compose.main(["-m", "job=plan", "recipe=toy", "seed=1,2,3", *arguments]) == 0
+    assert f"at a time    {at_a_time}\n" in capsys.readouterr().out
 
 
 PACKAGE = "The first line of a recipe's file must be `# @package _global_`"
