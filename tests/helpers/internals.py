@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from framework.command import check_trials as check_trials_module
     from framework.command import compose
     from framework.command import job as job_module
+    from framework.command import slots as slots_module
     from framework.command import sweep as sweep_module
     from framework.command import trust as trust_module
     from framework.command.check_trials import check_trials

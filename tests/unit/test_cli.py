@@ -15,7 +15,18 @@ import pytest
 
 from framework.errors import RunError
 from tests.helpers.answers import Answer, assert_refused, run_all
-from tests.helpers.internals import Gpu, JobResult, Request, RunDir, Train, compose, create_run_dir, save_config
+from tests.helpers.internals import (
+    Gpu,
+    JobResult,
+    Request,
+    RunDir,
+    Train,
+    compose,
+    create_run_dir,
+    hardware_module,
+    save_config,
+    slots_module,
+)
 from tests.helpers.source import ROOT
 from tests.unit.config.raw import composed
 
@@ -274,10 +285,10 @@ def test_a_planned_sweep_knows_the_gpus_of_the_machine(
     arguments: list[str], at_a_time: str, requests: list[Request], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     gpus = [Gpu(f"GPU {index}", f"GPU-{index}") for index in range(4)]
-    for module in ("framework.system.hardware", "framework.command.slots"):
-        monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
-    monkeypatch.setattr("framework.command.slots.own_cores", lambda: {0, 1, 2})
-    monkeypatch.setattr("framework.command.slots.cpu_count", lambda: 3)
+    for module in (hardware_module, slots_module):
+        monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(slots_module, "own_cores", lambda: {0, 1, 2})
+    monkeypatch.setattr(slots_module, "cpu_count", lambda: 3)
     assert compose.main(["-m", "job=plan", "recipe=toy", "seed=1,2,3", *arguments]) == 0
     assert f"at a time    {at_a_time}\n" in capsys.readouterr().out
 
