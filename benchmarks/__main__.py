@@ -31,6 +31,7 @@ PARTS = (
     "gpt",
     "strategies",
     "start_up",
+    "sweeps",
     "saving",
     "memory",
     "scale",

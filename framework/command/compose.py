@@ -36,6 +36,7 @@ from framework.command.hydra_compose import (
 )
 from framework.command.job import check_request, load_job
 from framework.command.mistakes import explain, refuse_words
+from framework.command.models import KEY, typed_models
 from framework.command.request import JobResult, PythonCall, Request
 from framework.command.resume import BaseRun, find_base, is_trusted, names_a_run, own_outputs, typed_path
 from framework.command.words import is_of_sweeps, is_override
@@ -143,6 +144,11 @@ def _by_present_names(override: str) -> str:
     return present
 
 
+def _with_model(typed: Sequence[str], model: str) -> list[str]:
+    """Return the overrides with this `checkpoint.path` in place of the typed one."""
+    return [*(text for text in typed if key_of(text) != KEY), model]
+
+
 def _refuse_sweep_keys(overrides: Sequence[str]) -> None:
     """Raise ConfigError for settings of sweeps in a command that makes one run."""
     of_sweeps = [text for text in overrides if is_of_sweeps(text)]
@@ -179,6 +185,9 @@ class _Command:
         self._sweep_name = new_name()
         # Known once `run` has found the saved run that the command starts from, if any.
         self._base: BaseRun
+        # The models that a sweep is over, as overrides of `checkpoint.path`; none if it is over a single one, or none.
+        self._models: list[str] = []
+        self._bases: dict[str, tuple[BaseRun, list[str]]] = {}
         self._search_path: tuple[str, ...] = ()
 
     def run(self) -> JobResult:
@@ -198,9 +207,13 @@ class _Command:
             elif self._is_sweep:
                 # `resume=auto` has found none.
                 typed = [text for text in typed if key_of(text) != "resume"]
-            self._base, overrides = find_base(
-                typed, compose=self._compose_raw, change=with_override, swept=self._is_sweep
-            )
+            asked = typed
+            if self._is_sweep:
+                self._models = typed_models(typed)
+            if self._models:
+                # Each of the others is found when its trials are composed.
+                typed = _with_model(typed, self._models[0])
+            self._base, overrides = self._found_base(typed)
             with self._explained(overrides) as hydra:
                 if self._show(hydra, overrides):
                     return JobResult(0)
@@ -216,7 +229,7 @@ class _Command:
                 # A file may ask for a sweep, too.
                 is_sweep = self._is_sweep or config.hydra.mode is RunMode.MULTIRUN
                 if is_sweep:
-                    sweep = self._sweep_request(config, overrides=overrides, saved=saved)
+                    sweep = self._sweep_request(config, asked=asked, overrides=overrides, saved=saved)
                 else:
                     _refuse_sweep_keys(overrides)
                     raw, task_overrides = resolved(config)
@@ -226,7 +239,7 @@ class _Command:
                 # A search composes trials while others run.
                 return run_sweep(sweep)
 
-        request = self._request(raw, task_overrides)
+        request = self._request(raw, task_overrides, base=self._base)
         return load_job(request.config.job).run(request)
 
     def own_outputs(self, *, recipe: Any) -> list[Path]:
@@ -306,19 +319,35 @@ class _Command:
         self._sweep_name = saved.folder.path.name
         return saved
 
-    def _sweep_request(self, config: DictConfig, *, overrides: Sequence[str], saved: SavedSweep | None) -> SweepRequest:
-        """Return what the command asks of a sweep. config: what its trials have in common."""
+    def _sweep_request(
+        self, config: DictConfig, *, asked: Sequence[str], overrides: Sequence[str], saved: SavedSweep | None
+    ) -> SweepRequest:
+        """Return what the command asks of a sweep.
+
+        Args:
+            config: what its trials have in common.
+            asked: what is typed, with what was typed before for a sweep that is continued.
+            overrides: those to compose, of the first model if the sweep is over several.
+        """
         from framework.command.check_trials import check_trials
         from framework.command.sweep import SweepRequest, check_sweep
 
         check_sweep(config.hydra, external_ranks=self._external_ranks)
-        params = config.hydra.sweeper.params or {}
+        # Values to sweep over that are set in a file.
+        params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         raw, _ = resolved(config)
         common = parse(self._base.configuration(raw))
         request_of = partial(self._trial, typed=overrides)
 
         def combine(texts: Sequence[str]) -> list[list[str]]:
-            """Return the overrides of each trial, for all combinations of values."""
+            """Return the overrides of each trial, for all combinations of values, and of models if there are some."""
+            combinations = []
+            for model in self._models:
+                _, of_model = self._base_of(model)
+                with self._explained(of_model):
+                    combinations += [[model, *values] for values in split_sweep([*params, *of_model])]
+            if self._models:
+                return combinations
             with self._explained(texts):
                 return split_sweep(texts)
 
@@ -330,13 +359,12 @@ class _Command:
 
         return SweepRequest(
             common=common,
-            # Values to sweep over, in a file or typed.
-            overrides=[*(f"{key}={value}" for key, value in params.items()), *overrides],
+            overrides=[*params, *overrides],
             combine=combine,
             compose_trials=compose_trials,
             saved=saved,
             adds_trials=any(not is_of_sweeps(text) for text in self._changes),
-            typed=tuple(text for text in self._base.typed if key_of(text) not in ("sweep.worker", "sweep.retry")),
+            typed=tuple(text for text in asked if key_of(text) not in ("resume", "sweep.worker", "sweep.retry")),
             arguments=tuple(self._arguments),
             search_path=self._search_path,
             fork_server=self._fork_server,
@@ -345,29 +373,46 @@ class _Command:
     def _trial(self, number: int, overrides: Sequence[str], *, typed: Sequence[str]) -> Request:
         """Return what a trial of a sweep is given. typed: the command's overrides, all of whose mistakes are named."""
         of_hydra = [text for text in typed if key_of(text).startswith("hydra")]
+        models = [text for text in overrides if key_of(text) == KEY]
+        base = self._base
+        if models:
+            base, _ = self._base_of(models[-1])
+        overrides = [text for text in overrides if text not in models]
         with self._explained(typed):
             config = self._compose([*of_hydra, f"hydra.job.num={number}", *overrides])
             raw, task_overrides = resolved(config)
-        return self._request(raw, task_overrides, number=number)
+        return self._request(raw, task_overrides, base=base, number=number)
 
-    def _request(self, composed: Mapping[str, Any], overrides: Sequence[str], *, number: int | None = None) -> Request:
+    def _base_of(self, model: str) -> tuple[BaseRun, list[str]]:
+        """Return what the trials of a model are based on, and the overrides to compose; see `find_base`."""
+        if model not in self._bases:
+            self._bases[model] = self._found_base(_with_model(self._base.typed, model))
+        return self._bases[model]
+
+    def _found_base(self, typed: Sequence[str]) -> tuple[BaseRun, list[str]]:
+        return find_base(typed, compose=self._compose_raw, change=with_override, swept=self._is_sweep)
+
+    def _request(
+        self, composed: Mapping[str, Any], overrides: Sequence[str], *, base: BaseRun, number: int | None = None
+    ) -> Request:
         """Return what a job is given. number: of the job in a sweep."""
-        raw = self._base.configuration(composed)
+        raw = base.configuration(composed)
         if self._call is not None and self._call.name is not None:
             raw["recipe"] = self._call.name
         config = parse(raw)
         # How a sweep is run isn't part of a run.
         raw.pop("sweep", None)
-        all_overrides = self._base.overrides or overrides
+        all_overrides = base.overrides or overrides
         overrides = tuple(text for text in all_overrides if not names_a_run(text) and not is_of_sweeps(text))
-        parent_run = self._base.parent_run
+        parent_run = base.parent_run
         arguments = self._arguments
         sub_run = None
         if number is not None:
             # The command that would run this trial alone.
-            arguments = [*self._own_flags(), *filter(names_a_run, self._base.typed), *overrides]
+            arguments = [*self._own_flags(), *filter(names_a_run, base.typed), *overrides]
             folder = Path(config.path.outputs, "multirun")
-            if parent_run is not None:
+            # The models of a sweep are in runs of their own, and what they gave is in one place.
+            if parent_run is not None and not self._models:
                 folder = parent_run / config.job
             sub_run = folder / self._sweep_name / str(number)
         request = Request(

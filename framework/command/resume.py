@@ -28,6 +28,7 @@ from framework.config.saved import SavedRun, load_checkpoint, load_rerun, load_s
 from framework.config.secrets import masked_override, missing_secrets
 from framework.config.values import show
 from framework.errors import ConfigError
+from framework.sweeps.folder import is_sweep
 from framework.system.formatting import display_path
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown
@@ -204,6 +205,8 @@ def _load(key: str, path: str, typed: Sequence[str]) -> SavedRun:
     if key == _RERUN:
         return load_rerun(path, typed=typed)
     if key == _CHECKPOINT:
+        if is_sweep(Path(path)):
+            raise ConfigError(f"{key}={path}: this is a sweep. Type -m too, to take the best checkpoint of each trial.")
         directory = find(Path(path))
         storage, checkpoint = LocalStorage.of(directory)
         storage.check_file(checkpoint, CONFIG_NAME, storage.read_manifest(checkpoint))

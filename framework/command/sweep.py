@@ -23,6 +23,7 @@ from framework.checkpoint.layout import BEST
 from framework.command.hydra_compose import current_hydra, is_swept
 from framework.command.job import load_job
 from framework.command.messages import tensorboard_command
+from framework.command.models import model_override
 from framework.command.request import JobResult, Request
 from framework.command.resume import started_from
 from framework.command.slots import Slot, make_slots
@@ -38,6 +39,7 @@ from framework.errors import EXIT_STOPPED, ConfigError
 from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import ExternalRanks
 from framework.sweeps.claims import Claims
+from framework.sweeps.evaluations import evaluations_csv, evaluations_text, read_evaluations
 from framework.sweeps.folder import (
     SWEEPS,
     SearchPlan,
@@ -233,7 +235,7 @@ def _written(asked: SweepRequest, requests: Sequence[Request]) -> tuple[SweepFol
     plans: dict[str, TrialPlan] = {}
     for request in requests:
         key = config_hash(request.raw)
-        plans.setdefault(key, TrialPlan(len(plans), request.overrides, key))
+        plans.setdefault(key, TrialPlan(len(plans), _overrides_alone(request), key))
     if asked.saved is None:
         return _created(asked, requests[0], trials=tuple(plans.values()), search=None)
     folder = asked.saved.folder
@@ -241,6 +243,14 @@ def _written(asked: SweepRequest, requests: Sequence[Request]) -> tuple[SweepFol
         raise ConfigError(f"{display_path(folder.path)} is a search. Type sweep=optuna to continue it.")
     folder.add_trials(list(plans.values()))
     return folder, SweepPlan.read_with_secrets(folder)
+
+
+def _overrides_alone(request: Request) -> tuple[str, ...]:
+    """Return the overrides that would run a trial alone, with the checkpoint that it is to use, if any."""
+    path = request.config.checkpoint.path
+    if path is None:
+        return request.overrides
+    return (model_override(display_path(Path(path))), *request.overrides)
 
 
 def _created(
@@ -450,9 +460,16 @@ def _print_results(folder: SweepFolder, plan: SweepPlan) -> None:
     results = read_results(folder, plan.trials)
     rows = ranked_rows(results, over=plan.over, mode=plan.mode)
     width = shutil.get_terminal_size().columns
-    print(f"\n{table_text(rows, monitor=plan.monitor, over=plan.over, width=width)}")
+    if plan.job == "eval":
+        models = read_evaluations(results)
+        table = evaluations_text(models, monitor=plan.monitor, mode=plan.mode, width=width)
+        content = evaluations_csv(models)
+    else:
+        table = table_text(rows, monitor=plan.monitor, over=plan.over, width=width)
+        content = csv_text(results, monitor=plan.monitor)
+    print(f"\n{table}")
     with suppress(OSError):
-        write_atomically(folder.results_file, csv_text(results, monitor=plan.monitor))
+        write_atomically(folder.results_file, content)
     facts = [("results", display_path(folder.results_file))]
     if any(folder.trial(result.number).event_files for result in results):
         facts.append(("curves", tensorboard_command(folder.path)))

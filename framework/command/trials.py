@@ -11,14 +11,11 @@ from typing import Protocol, final
 from framework.command.request import Request
 from framework.sweeps.claims import Claims
 from framework.sweeps.folder import SweepFolder, TrialPlan, config_hash
-from framework.sweeps.results import TrialResult, read_results
+from framework.sweeps.results import REFUSED, TrialResult, read_results
 from framework.sweeps.search import Asked, End, Search
 
 PRUNED = "pruned"
 """The status of a trial that a search has stopped early."""
-
-REFUSED = "refused"
-"""The status of a trial that could not be started: it has no run directory, and its log says why."""
 
 _FAILED = ("failed", "crashed", "damaged", REFUSED)
 

@@ -9,21 +9,22 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 from framework.command.request import Request
 from framework.command.slots import Slot
 from framework.command.trial import Progress, start_trial
-from framework.command.trials import PRUNED, REFUSED, Trials, has_failed
+from framework.command.trials import PRUNED, Trials, has_failed
 from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, EXIT_WRONG_REQUEST, FrameworkError
 from framework.launch.fork_server import ForkServer, running_fork_server
 from framework.launch.run_server import RunServer
 from framework.sweeps.claims import Claims
 from framework.sweeps.folder import SweepFolder, TrialPlan
-from framework.sweeps.results import TrialResult, read_results
+from framework.sweeps.results import REFUSED, TrialResult, read_results
 from framework.system.files import read_text
+from framework.system.run_dir import write_atomically
 from framework.system.shown_text import shown
 from framework.system.signals import Signals, catching_signals
 
@@ -139,13 +140,13 @@ class Worker:
             try:
                 self._start(plan, server=server, parent=parent)
             except FrameworkError as error:
-                self._view.say(shown(str(error)))
-                self._ended(plan, self._refused(plan), parent=parent)
+                self._ended(plan, self._refused(plan, str(error)), parent=parent)
 
     def _start(self, plan: TrialPlan, *, server: ForkServer, parent: RunServer) -> None:
         request = self._request_of(plan)
         log = self._folder.trial_log(plan.number)
         log.parent.mkdir(exist_ok=True)
+        self._folder.refusal(plan.number).unlink(missing_ok=True)
         slot = self._free.pop(0)
         key, progress = start_trial(request, slot=slot, log=log, parent=parent, fork_server=server)
         self._running[key] = _Running(plan, slot, key=key, progress=progress, started=time.monotonic())
@@ -176,13 +177,18 @@ class Worker:
             self._folder.trial(plan.number).update_run({"status": PRUNED})
             result = replace(result, status=PRUNED)
         if event["status"] == EXIT_WRONG_REQUEST and result.status == "waiting":
-            result = self._refused(plan)
-            self._view.say(shown(read_text(self._folder.trial_log(plan.number)).rstrip()))
+            result = self._refused(plan, read_text(self._folder.trial_log(plan.number)).rstrip())
         self._ended(plan, result, parent=parent)
 
-    def _refused(self, plan: TrialPlan) -> TrialResult:
-        run = self._folder.trial(plan.number).path
-        return TrialResult(number=plan.number, overrides=plan.overrides, status=REFUSED, run=run)
+    def _refused(self, plan: TrialPlan, message: str) -> TrialResult:
+        """Show why a trial couldn't be started, and keep it for whoever reads the results later."""
+        self._view.say(shown(message))
+        file = self._folder.refusal(plan.number)
+        with suppress(OSError):
+            file.parent.mkdir(exist_ok=True)
+            write_atomically(file, message)
+        (result,) = read_results(self._folder, [plan])
+        return replace(result, status=REFUSED)
 
     def _ended(self, plan: TrialPlan, result: TrialResult, *, parent: RunServer) -> None:
         """Show how a trial ended, and go on with the sweep or not."""

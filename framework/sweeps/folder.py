@@ -69,6 +69,10 @@ class SweepFolder:
         """Return the log of what a trial's command prints."""
         return self.logs / f"{number}.log"
 
+    def refusal(self, number: int) -> Path:
+        """Return the file that says why a trial could not be started: such a trial has no run directory."""
+        return self.logs / f"{number}.refused"
+
     def update(self, change: Callable[[SweepPlan], SweepPlan]) -> SweepPlan:
         """Replace the plan by what `change` makes of it, while no other process does, and return that.
 

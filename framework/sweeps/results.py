@@ -14,9 +14,12 @@ from framework.monitoring.failure import OUT_OF_MEMORY, FailureKind, RankFailure
 from framework.monitoring.report import FailureReport
 from framework.runs.record import DamagedRunError, RunRecord, read_run
 from framework.sweeps.folder import SweepFolder, TrialPlan
+from framework.system.files import read_text
 from framework.system.run_dir import RunDir, is_locked, read_object
 
 FINISHED = "finished"
+REFUSED = "refused"
+"""The status of a trial that could not be started."""
 
 # `ZeroDivisionError: division by zero`
 _EXCEPTION_NAME = re.compile(r"\w{1,60}(?=:|$)")
@@ -33,7 +36,7 @@ class TrialResult:
     number: int
     # Those of the command that would run it alone.
     overrides: tuple[str, ...]
-    # That of its run; or waiting: it has no directory yet; or damaged: its records can't be read.
+    # That of its run; or waiting: it has no directory yet; or damaged: its records can't be read; or REFUSED.
     status: str
     # The run directory, which may not exist yet.
     run: Path
@@ -45,7 +48,7 @@ class TrialResult:
     epochs: int | None = None
     # Over all its starts.
     seconds: float | None = None
-    # Why it failed, in a few words; None if it hasn't, or no report says why.
+    # Why it failed or was refused, in a few words; None if it wasn't, or nothing says why.
     cause: str | None = None
     # It was trained with other code than an earlier trial.
     code_changed: bool = False
@@ -71,7 +74,7 @@ def read_results(folder: SweepFolder, trials: Sequence[TrialPlan]) -> list[Trial
             results.append(replace(blank, status="damaged"))
             continue
         if record is None:
-            results.append(replace(blank, status=_status_without_record(run_dir)))
+            results.append(_result_without_record(blank, folder))
             continue
         results.append(_result(blank, record))
         modules[trial.number] = record.facts.get("modules") or {}
@@ -80,14 +83,21 @@ def read_results(folder: SweepFolder, trials: Sequence[TrialPlan]) -> list[Trial
     return [replace(result, code_changed=result.number in changed) for result in results]
 
 
-def _status_without_record(run_dir: RunDir) -> str:
-    """Return the status of a trial that hasn't recorded anything yet."""
+def _result_without_record(blank: TrialResult, folder: SweepFolder) -> TrialResult:
+    """Return the result of a trial that hasn't recorded anything yet."""
+    run_dir = folder.trial(blank.number)
     if is_locked(run_dir):
-        return "running"
+        return replace(blank, status="running")
     # It was killed before it had written its configuration.
     if os.path.lexists(run_dir.path):
-        return "crashed"
-    return "waiting"
+        return replace(blank, status="crashed")
+    try:
+        why = read_text(folder.refusal(blank.number))
+    except FileNotFoundError:
+        return replace(blank, status="waiting")
+    except (OSError, ValueError):
+        return replace(blank, status=REFUSED)
+    return replace(blank, status=REFUSED, cause=why.strip().partition("\n")[0])
 
 
 def _result(blank: TrialResult, record: RunRecord) -> TrialResult:

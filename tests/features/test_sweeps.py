@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -362,3 +363,86 @@ def test_two_workers_share_a_sweep(tmp_path):
     helped = {line.split()[0] for line in helper.stdout.splitlines() if line.endswith("running")}
     assert helped
     assert not own & helped
+
+
+def evaluated_models(folder: Path) -> list[dict[str, str]]:
+    """The lines of results.csv of a sweep of evaluations."""
+    with (folder / "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_models_of_a_sweep_are_evaluated_in_one_table(sweep, tmp_path):
+    """On two parts, best model first, though one checkpoint is damaged; it is tried again on a resume."""
+    assert sweep("recipe=toy", *SHORT, "optimizer.lr=0.0001,0.1,0.05").status == 0
+    trained = sweep_folder(tmp_path)
+    weights = trained / "0" / "checkpoints" / "best" / "model.pt"
+    intact = weights.read_bytes()
+    damaged = bytearray(intact)
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+
+    answer = sweep("job=eval", f"checkpoint.path={trained}", "eval.part=train,val", "sweep.jobs=1")
+    assert answer.status == 1, answer.err
+    (evaluated,) = {*(tmp_path / "outputs" / "multirun").iterdir()} - {trained}
+    lines = evaluated_models(evaluated)
+    assert [line["overrides"] for line in lines] == [f"optimizer.lr={rate}" for rate in (0.0001, 0.1, 0.05)]
+    assert [line["status"].partition(":")[0] for line in lines] == ["refused", "finished", "finished"]
+    assert "model.pt" in lines[0]["status"]
+    for line in lines[1:]:
+        run = json.loads((tmp_path / line["checkpoint"] / "../../run.json").read_text())
+        assert float(line["val/loss"]) == pytest.approx(run["results"]["score"], rel=1e-5)
+        assert float(line["train/loss"]) > 0
+    shown = answer.out[answer.out.index("\nmodel") :].splitlines()[2:5]
+    assert [line.split()[1] for line in shown] == ["optimizer.lr=0.1", "optimizer.lr=0.05", "optimizer.lr=0.0001"]
+    assert "6 evaluations of 3 models: 4 finished, 2 refused" in answer.out
+
+    weights.write_bytes(intact)
+    assert sweep(f"resume={evaluated}").status == 0
+    lines = evaluated_models(evaluated)
+    assert [line["status"] for line in lines] == ["finished"] * 3
+    assert float(lines[0]["val/loss"]) > float(lines[1]["val/loss"])
+
+
+def test_models_of_several_runs_keep_their_own_configurations(sweep, tmp_path):
+    """Recipes with other data and metrics, named as a run, a checkpoint and a sweep."""
+    assert sweep("recipe=toy", *SHORT, "seed=1,2").status == 0
+    trained = sweep_folder(tmp_path)
+    for recipe in ("toy", "digits"):
+        assert run_framework(f"recipe={recipe}", "trainer.gpus=0", *SHORT, cwd=tmp_path).returncode == 0
+    (toy,) = (tmp_path / "outputs" / "toy").iterdir()
+    (digits,) = (tmp_path / "outputs" / "digits").iterdir()
+    answer = sweep("job=eval", f"checkpoint.path={toy},{digits}/checkpoints/best,{trained}", "eval.part=val")
+    assert answer.status == 0, answer.err
+    (evaluated,) = {*(tmp_path / "outputs" / "multirun").iterdir()} - {trained}
+    lines = evaluated_models(evaluated)
+    assert [Path(line["checkpoint"]).parts[1] for line in lines] == ["toy", "digits", "multirun", "multirun"]
+    assert [bool(line["val/accuracy"]) for line in lines] == [False, True, False, False]
+    assert not (toy / "eval").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("{sweep}/0,nowhere", "nowhere"),
+        ("{sweep},{sweep}/sweep.json", "sweep.json"),
+        ("{empty}", "no trial of the sweep has a checkpoint yet"),
+        ("[1,2]", "must name runs, checkpoints or sweeps"),
+    ],
+    ids=["no such run", "a file", "a sweep without checkpoints", "numbers"],
+)
+def test_models_that_are_not_there_are_refused_before_any_is_evaluated(sweep, tmp_path, path: str, says: str):
+    assert sweep("recipe=toy", *SHORT, "seed=1").status == 0
+    trained = sweep_folder(tmp_path)
+    empty = tmp_path / "empty"
+    shutil.copytree(trained, empty, ignore=shutil.ignore_patterns("checkpoints"))
+    answer = sweep("job=eval", f"checkpoint.path={path.format(sweep=trained, empty=empty)}")
+    assert answer.status == 2
+    assert says in answer.err
+    assert [*(tmp_path / "outputs" / "multirun").iterdir()] == [trained]
+
+
+def test_a_sweep_is_no_single_model(sweep, tmp_path):
+    assert sweep("recipe=toy", *SHORT, "seed=1").status == 0
+    trained = sweep_folder(tmp_path)
+    done = run_framework("job=eval", f"checkpoint.path={trained}", cwd=tmp_path)
+    assert (done.returncode, "Type -m too" in done.stderr) == (2, True)

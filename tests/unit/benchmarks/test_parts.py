@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import yaml
 
-from benchmarks import memory, mnist_fast, on_gpu, scale, start_up, steps, whole_run
+from benchmarks import memory, mnist_fast, on_gpu, scale, start_up, steps, sweeps, whole_run
 from benchmarks.contest import Contest, Contestant, run
 from tests.helpers.command import run_framework
 
@@ -21,6 +22,14 @@ def time_steps() -> None:
     # The steps are timed after the warm-up.
     assert 0 < report["wall_s"] * steps.STEPS <= report["ended"] - report["begun"] + 0.01
     assert report["cpu_s"] > 0
+
+
+def time_a_sweep_and_plan_one() -> None:
+    two, _, planned, *_ = sweeps.contestants()
+    plan = sweeps.measure(planned)
+    whole = sweeps.measure(dataclasses.replace(two, arguments=(*two.arguments, "trainer.max_epochs=1", "seed=1,2")))
+    assert 0 < plan["cpu"] < whole["cpu"]
+    assert whole["wall"] > 0
 
 
 def time_a_whole_run() -> None:
@@ -90,6 +99,7 @@ def validate_both_recipes_at_their_end() -> None:
 
 PARTS = (
     time_steps,
+    time_a_sweep_and_plan_one,
     time_a_whole_run,
     time_the_first_step_of_two_ranks,
     weigh_two_ranks,
