@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import final
 
 from omegaconf import DictConfig
 
@@ -51,7 +52,7 @@ from framework.sweeps.folder import (
     newest_unfinished_sweep,
 )
 from framework.sweeps.ranking import best_trial, ranked_rows
-from framework.sweeps.results import read_results
+from framework.sweeps.results import TrialResult, read_results
 from framework.sweeps.search import OptunaSearch, SearchSettings
 from framework.sweeps.space import Space, split_space
 from framework.sweeps.table import best_text, csv_text, table_text
@@ -61,6 +62,8 @@ from framework.system.run_dir import RunDir, create_run_dir, is_locked, write_at
 
 # How long the processes of a worker that was killed may take to end.
 _LEAVE_S = 15.0
+# results.csv is written so often at most.
+_RESULTS_EVERY_S = 10.0
 
 
 def check_sweep(settings: DictConfig, *, external_ranks: ExternalRanks | None) -> None:
@@ -417,6 +420,7 @@ def _run(
         slots=slots,
         claims=claims,
         view=view,
+        after_trial=_ResultsFile(folder).write_if_due,
         fail_fast=settings.fail_fast,
     )
     try:
@@ -463,13 +467,10 @@ def _print_results(folder: SweepFolder, plan: SweepPlan) -> None:
     if plan.job == "eval":
         models = read_evaluations(results)
         table = evaluations_text(models, monitor=plan.monitor, mode=plan.mode, width=width)
-        content = evaluations_csv(models)
     else:
         table = table_text(rows, monitor=plan.monitor, over=plan.over, width=width)
-        content = csv_text(results, monitor=plan.monitor)
     print(f"\n{table}")
-    with suppress(OSError):
-        write_atomically(folder.results_file, content)
+    _write_results(folder, plan, results)
     facts = [("results", display_path(folder.results_file))]
     if any(folder.trial(result.number).event_files for result in results):
         facts.append(("curves", tensorboard_command(folder.path)))
@@ -481,6 +482,32 @@ def _print_results(folder: SweepFolder, plan: SweepPlan) -> None:
         if best:
             print(best)
     print(format_facts(facts), flush=True)
+
+
+def _write_results(folder: SweepFolder, plan: SweepPlan, results: Sequence[TrialResult]) -> None:
+    """Write results.csv. A full disk, say, ends no sweep: it can be written again from the trials."""
+    if plan.job == "eval":
+        content = evaluations_csv(read_evaluations(results))
+    else:
+        content = csv_text(results, monitor=plan.monitor)
+    with suppress(OSError):
+        write_atomically(folder.results_file, content)
+
+
+@final
+class _ResultsFile:
+    """Keeps results.csv up to date while trials run, at most every few seconds: many trials take time to read."""
+
+    def __init__(self, folder: SweepFolder) -> None:
+        self._folder = folder
+        self._next_s = 0.0
+
+    def write_if_due(self) -> None:
+        if time.monotonic() < self._next_s:
+            return
+        plan = SweepPlan.read(self._folder)
+        _write_results(self._folder, plan, read_results(self._folder, plan.trials))
+        self._next_s = time.monotonic() + _RESULTS_EVERY_S
 
 
 def _test_best(asked: SweepRequest, folder: SweepFolder, plan: SweepPlan) -> int:

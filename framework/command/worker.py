@@ -56,6 +56,7 @@ class Worker:
         request_of: returns what a trial's process runs. Raises FrameworkError.
         slots: the places for trials on this machine.
         view: shows what happens.
+        after_trial: called once a trial has ended.
         fail_fast: stop all trials once one has failed.
     """
 
@@ -68,6 +69,7 @@ class Worker:
         slots: Sequence[Slot],
         claims: Claims,
         view: TrialsView,
+        after_trial: Callable[[], None],
         fail_fast: bool,
     ) -> None:
         self._folder = folder
@@ -76,6 +78,7 @@ class Worker:
         self._free = list(slots)
         self._claims = claims
         self._view = view
+        self._after_trial = after_trial
         self._fail_fast = fail_fast
         self._running: dict[str, _Running] = {}
         self._has_failed = False
@@ -195,6 +198,7 @@ class Worker:
         is_restarted = self._trials.ended(plan, result) and not self._is_stopping
         self._claims.release(plan.number)
         self._view.ended(plan, result, is_restarted=is_restarted)
+        self._after_trial()
         if result.status in ("stopped", "interrupted"):
             self._has_stopped = True
         if not has_failed(result) or is_restarted:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
 from framework.runs.find import named_runs
 from framework.runs.report.page import make_page
+from framework.sweeps.folder import SweepFolder
+from framework.sweeps.search import importances
 from framework.system.files import atomic_output, checked_output
 from framework.system.formatting import display_path, format_bytes, format_count
 from framework.system.shown_text import shown
@@ -24,10 +29,22 @@ class Report(Job):
     def run(self, request: Request) -> JobResult:
         """Write the page. Raises ConfigError for a path that is no run, or an output that can't be written."""
         output = checked_output(request.config.report.output, key=_KEY, suffixes=(".html",))
-        records = named_runs(request.config.runs.paths or ()).records
+        paths = request.config.runs.paths or ()
+        records = named_runs(paths).records
         with atomic_output(output, key=_KEY) as path:
-            path.write_text(make_page(records), encoding="utf-8")
+            path.write_text(make_page(records, importances=_importances(paths)), encoding="utf-8")
 
         size = format_bytes(output.stat().st_size)
         print(shown(f"Report of {format_count(len(records), 'run')}: {display_path(output)} ({size})"), flush=True)
         return JobResult(0)
+
+
+def _importances(paths: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return by the name of each search among the paths how much each of its keys mattered, if Optuna can tell."""
+    found = {}
+    for text in paths:
+        folder = SweepFolder(Path(text).expanduser().absolute())
+        shares = importances(folder.study_file)
+        if shares:
+            found[folder.path.name] = shares
+    return found

@@ -27,7 +27,7 @@ class EvaluatedModel:
 
     # Of its checkpoint; None if no evaluation of it has begun.
     checkpoint: Path | None
-    # Those that it was trained with, and those that differ between its evaluations and others'.
+    # Those of its training and of its evaluation, without the part.
     overrides: tuple[str, ...]
     # Name → value, of all parts.
     metrics: Mapping[str, float]
@@ -99,7 +99,8 @@ def evaluations_text(models: Sequence[EvaluatedModel], *, monitor: str | None, m
         row = {"model": printable(place), "overrides": printable(label)}
         for name in metrics:
             row[name] = format_metric(model.metrics.get(name))
-        row["status"] = printable(_summary(model.statuses))
+        # Only what hasn't gone well is said.
+        row["status"] = "" if model.is_evaluated else printable(_summary(model.statuses))
         cells.append(row)
     if all(model.is_evaluated for model in models):
         for row in cells:
@@ -109,7 +110,7 @@ def evaluations_text(models: Sequence[EvaluatedModel], *, monitor: str | None, m
         for row in cells:
             del row["overrides"]
 
-    below: dict[str, str] = {name: "{}" for name in ("overrides", "status") if name in header}
+    below: dict[str, str] = {name: "{}" for name in ("status", "overrides") if name in header}
     lines = fitted_table(cells, below=below, right=metrics, width=width)
     statuses = Counter(status.partition(":")[0] for model in models for status in model.statuses)
     counts = ", ".join(f"{count:,} {printable(status)}" for status, count in statuses.most_common())

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -256,6 +257,17 @@ def test_a_search_goes_on_after_a_failed_trial(sweep, tmp_path):
     again = sweep(f"resume={folder}")
     assert len(statuses(folder)) == len(ended)
     assert "running" not in again.out
+
+
+def test_the_report_of_a_search_says_which_keys_mattered(sweep, tmp_path):
+    keys = ("optimizer.lr=tag(log,interval(1e-5,0.1))", "optimizer.weight_decay=choice(0,1e-9)")
+    assert sweep("recipe=toy", *SHORT, "sweep=optuna", "sweep.n_trials=5", "sweep.pruner=null", *keys).status == 0
+    assert compose.main(["job=report", f"runs={sweep_folder(tmp_path)}"]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Importance of what was searched" in page
+    shares = {key: int(share) for key, share in re.findall(r"<td>(optimizer\.\w+)</td><td>(\d+)%</td>", page)}
+    assert shares.keys() == {"optimizer.lr", "optimizer.weight_decay"}
+    assert shares["optimizer.lr"] > shares["optimizer.weight_decay"]
 
 
 def test_a_search_ends_if_its_first_trial_is_refused(sweep, tmp_path):

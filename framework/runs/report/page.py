@@ -63,8 +63,11 @@ _AREA = {
 }
 
 
-def make_page(records: Sequence[RunRecord]) -> str:
-    """Return the page of one or several runs. Raises ConfigError if the records of a run lie outside of it."""
+def make_page(records: Sequence[RunRecord], *, importances: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the page of one or several runs. Raises ConfigError if the records of a run lie outside of it.
+
+    importances: of searches, by their names: the share of each key in what made the results differ.
+    """
     for record in records:
         _check_records(record.run_dir)
     recipes = ", ".join(dict.fromkeys(record.recipe for record in records))
@@ -99,7 +102,13 @@ def make_page(records: Sequence[RunRecord]) -> str:
         evaluations=list(_evaluations(records)),
         media=list(_media(records)),
         differences=differences,
+        importances={name: _importance_rows(shares) for name, shares in importances.items()},
     )
+
+
+def _importance_rows(shares: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the header of a table and a row for each key."""
+    return [("key", "share"), *((key, f"{share:.0%}") for key, share in shares.items())]
 
 
 def _policy(*, style: str, script: str) -> str:
