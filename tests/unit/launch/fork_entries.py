@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -36,3 +38,13 @@ def leave_behind(arguments: dict[str, Any]) -> int:
     process = subprocess.Popen(["sleep", "120"])
     Path(arguments["started"]).write_text(str(process.pid))
     return 0
+
+
+def see_folders(arguments: dict[str, Any]) -> int:
+    """Return 0 if the folder of a preloaded library is there; note it, and one of this child's own."""
+    own = tempfile.TemporaryDirectory(dir=arguments["place"])
+    library = importlib.import_module("keeps_folder")
+    Path(arguments["seen"]).write_text(f"{library.FOLDER.name}\n{own.name}\n")
+    # It lives until the child's exit.
+    sys.modules["own_folder"] = own  # type: ignore[assignment]
+    return 0 if Path(library.FOLDER.name).is_dir() else 1

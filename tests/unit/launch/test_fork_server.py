@@ -6,6 +6,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,24 @@ def test_a_command_may_leave_without_the_answer(
     server.close()
     assert settled([parent, *children]) == []
     assert capfd.readouterr().err == f"Left behind by the ranks, and ended: pid {pid} (sleep 120)\n"
+
+
+def test_a_child_cleans_up_only_what_it_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that was loaded before keeps a temporary folder for every child."""
+    (tmp_path / "keeps_folder.py").write_text(
+        f"import tempfile\nFOLDER = tempfile.TemporaryDirectory(dir={str(tmp_path)!r})\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    kept = set()
+    with closing(OwnForkServer(())) as parent:
+        parent.load(["keeps_folder"])
+        with closing(parent.fork()) as server:
+            for key in ("one", "two"):
+                seen = tmp_path / key
+                server.spawn(child("see_folders", key=key, seen=str(seen), place=str(tmp_path)))
+                assert ends(server)[key]["status"] == 0
+                of_library, own = seen.read_text().splitlines()
+                kept.add(of_library)
+                assert not Path(own).exists()
+    (folder,) = kept
+    assert Path(folder).is_dir()
