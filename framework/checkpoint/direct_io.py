@@ -12,11 +12,10 @@ import errno
 import fcntl
 import mmap
 import os
-import zlib
 from pathlib import Path
 from typing import Any, final
 
-from framework.system.files import FileFacts
+from framework.system.files import FileFacts, crc32
 
 _BUFFER_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -95,7 +94,7 @@ class ChecksummedFile:
 
     def write(self, data: Any) -> int:
         data = memoryview(data).cast("B")
-        self._crc32 = zlib.crc32(data, self._crc32)
+        self._crc32 = crc32(data, self._crc32)
         self._size_bytes += len(data)
         if self._error is None:
             try:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import stat
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, final
 
 from framework.errors import ConfigError, RunError
+
+# The same CRC-32 as zlib's, but four times as fast: 13.6 GB/s instead of 3.4 on a core of an Intel Xeon, where xxh3 has
+# 10.1. zlib's took half of the CPU time of writing a checkpoint, which training waits for on busy cores.
+try:
+    from isal.isal_zlib import crc32
+except ImportError:
+    # It has no wheel for this machine.
+    from zlib import crc32
 
 MAX_RECORD_BYTES = 2**26
 """The largest file that is read as a whole, 64 MiB: far above any record or configuration."""
@@ -124,7 +131,7 @@ class FileFacts:
 
     @staticmethod
     def of(content: bytes) -> FileFacts:
-        return FileFacts(size_bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
+        return FileFacts(size_bytes=len(content), crc32=f"{crc32(content):08x}")
 
 
 def content_damage(open_file: Callable[[], BinaryIO], facts: FileFacts, *, thorough: bool = True) -> str | None:
@@ -150,11 +157,11 @@ def content_damage(open_file: Callable[[], BinaryIO], facts: FileFacts, *, thoro
 
 
 def _crc32_of(file: BinaryIO) -> str:
-    crc32 = 0
+    checksum = 0
     file.seek(0)
     while chunk := file.read(_CHUNK_BYTES):
-        crc32 = zlib.crc32(chunk, crc32)
-    return f"{crc32:08x}"
+        checksum = crc32(chunk, checksum)
+    return f"{checksum:08x}"
 
 
 def _check_regular(path: Path, status: os.stat_result, *, max_bytes: int | None) -> None:

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import pickle
+import subprocess
+import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from framework.errors import CheckpointError, DiskError
 from tests.helpers.disks import full_at
 from tests.helpers.exact import tree_differences
 from tests.helpers.internals import FORMAT_VERSION, FileFacts, encode_part, load_weights, write_checkpoint
+from tests.helpers.source import ROOT
 from tests.unit.checkpoint.states import names, small_state, write_small
 
 FILES = ["config.yaml", "generators.pt", "manifest.json", "model.pt", "training.pt"]
@@ -60,6 +63,20 @@ def test_torch_alone_reads_back_a_state_exactly(tmp_path: Path) -> None:
     directory = tmp_path / write_checkpoint(LocalStorage(tmp_path), state, step=3, epoch=0, metrics={}, config_text="")
     assert tree_differences(load(directory, map_location="cpu"), state) == []
     assert tree_differences(torch.load(directory / "model.pt", weights_only=True), state["model"]) == []
+
+
+def test_checksums_are_the_same_without_isal(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+
+sys.modules["isal"] = None
+from tests.unit.checkpoint.states import write_small
+
+write_small(Path({str(tmp_path)!r}), 1)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    assert LocalStorage(tmp_path).find_damage("step_00000001") is None
 
 
 def test_only_the_requested_parts_are_read(tmp_path: Path) -> None:
