@@ -19,10 +19,10 @@ from framework.errors import ConfigError, RunError
 # The same CRC-32 as zlib's, but four times as fast: 13.6 GB/s instead of 3.4 on a core of an Intel Xeon, where xxh3 has
 # 10.1. zlib's took half of the CPU time of writing a checkpoint, which training waits for on busy cores.
 try:
-    from isal.isal_zlib import crc32
+    from isal.isal_zlib import crc32 as crc32
 except ImportError:
     # It has no wheel for this machine.
-    from zlib import crc32
+    from zlib import crc32 as crc32
 
 MAX_RECORD_BYTES = 2**26
 """The largest file that is read as a whole, 64 MiB: far above any record or configuration."""
