@@ -110,6 +110,21 @@ def test_a_failing_trial_does_not_end_the_sweep(sweep, tmp_path):
     assert plan_of(folder)["trials"][2]["overrides"][: len(typed)] == typed
 
 
+def test_one_failing_trial_in_eight_changes_nothing_for_the_others(sweep, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    command = ("recipe=toy", *SHORT, "seed=range(1,9)", "sweep.jobs=2", "sweep.test=none", *FAILS)
+    assert sweep(*command).status == 1
+    failing = sweep_folder(tmp_path)
+    assert statuses(failing).count("failed") == 1
+    (tmp_path / "repaired").touch()
+    assert sweep(*command).status == 0
+    (whole,) = {*(tmp_path / "outputs" / "multirun").iterdir()} - {failing}
+    for disturbed, undisturbed in zip(table(failing), table(whole), strict=True):
+        if disturbed["status"] == "finished":
+            assert disturbed["val/loss"] == undisturbed["val/loss"]
+            assert disturbed["step"] == undisturbed["step"]
+
+
 def test_failed_trials_are_restarted_on_request(sweep, tmp_path):
     (tmp_path / "failing.py").write_text(FAILING)
     sweep("recipe=toy", *SHORT, "seed=1,2", *FAILS)
