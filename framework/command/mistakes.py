@@ -7,6 +7,7 @@ of them are right, the mistake is in a file, and the error that was raised is sh
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -117,7 +118,10 @@ def _unreadable(text: str) -> str:
     key, _, value = text.partition("=")
     advice = f"Text with special characters needs two kinds of quotes: {key}=\"'…'\""
     plain = value.strip("=, ")
-    if re.search("[“”‘’]", text):
+    words = text.split()
+    if len(words) > 1 and all(is_override(word) for word in words):
+        advice = f"Each override is a word of its own: {shlex.join(words)}"
+    elif re.search("[“”‘’]", text):
         advice = f"Quotes are straight: {re.sub('[“”‘’]', '', text)}"
     elif re.fullmatch(r"\(.*\)", value):
         advice = f"A list has square brackets: '{key}=[{value[1:-1]}]'"

@@ -95,6 +95,7 @@ WRONG: dict[str, list[str]] = {
 }
 RARELY_WRONG: dict[str, list[str]] = {
     "recipe=": ["Options: blank, digits, "],
+    "'recipe=toy optimizer={lr:0.1}'": ["Each override is a word of its own: recipe=toy 'optimizer={lr:0.1}'"],
     "optimizer.lr='${nope}'": ["optimizer.lr: Interpolation key 'nope' not found"],
     "--config-name nope": ["Cannot find primary config 'nope'."],
     "--cfg job recipe=digts": ["Did you mean recipe=digits?"],

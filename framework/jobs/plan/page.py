@@ -61,7 +61,8 @@ def _facts(plan: Mapping[str, Any], topology: Topology) -> list[tuple[str, str]]
         "last_rank": f"of rank {topology.world_size - 1}",
     }
     for key, variables in plan["environment"].items():
-        if variables:
+        is_repeated = key == "last_rank" and topology.world_size == 1
+        if variables and not is_repeated:
             settings = [f"{name}={value}" for name, value in variables.items()]
             facts.append((titles[key], " ".join(settings)))
     return facts

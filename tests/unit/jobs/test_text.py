@@ -118,3 +118,9 @@ UNKNOWN: dict[str, Any] = {"train": None, "val": None, "test": None, "streams": 
 def test_facts_of_a_plan(topology: Topology, changes: dict[str, Any], facts: list[str]) -> None:
     text = " ".join(render_plan({**PLAN, **changes}, topology).split())
     assert [fact for fact in facts if fact not in text] == []
+
+
+def test_a_single_rank_has_one_line_of_environment() -> None:
+    of_rank = {"RANK": "0"}
+    environment = {"common": {}, "first_rank": of_rank, "last_rank": of_rank}
+    assert render_plan({**PLAN, "environment": environment}, ALONE).count("RANK=0") == 1
