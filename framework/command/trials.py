@@ -50,7 +50,7 @@ class Trials(Protocol):
     def report(self, plan: TrialPlan, *, step: int, value: float) -> bool:
         """Take what a validation gave; return True if the trial is to be stopped early.
 
-        step: the number of the validation since the trial's process started, from 0.
+        step: the number of the validation in the trial, from 0.
         """
 
     def ended(self, plan: TrialPlan, result: TrialResult) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from framework.checkpoint import LocalStorage
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.optimizers import optimizer_configs
-from framework.config.schema import Node, ProgressMode
+from framework.config.schema import Node, ProgressMode, TrainerConfig
 from framework.config.written import written_config
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
@@ -201,7 +201,15 @@ def _after_validation(setup: RankSetup, info: EvalInfo) -> None:
     check_metrics(setup.config, info.metrics)
     monitor = setup.config.checkpoint.monitor
     if monitor is not None and monitor in info.metrics:
-        setup.link.rank_status.count_validation(info.metrics[monitor])
+        number = _validation_number(setup.config.trainer, info)
+        setup.link.rank_status.set_validation(number, info.metrics[monitor])
+
+
+def _validation_number(trainer: TrainerConfig, info: EvalInfo) -> int:
+    """Return the number of a validation in its run, from 1. A run that is resumed goes on with it."""
+    if trainer.val_check_interval is not None:
+        return info.step // trainer.val_check_interval
+    return (info.epoch + 1) // (trainer.check_val_every_n_epoch or 1)
 
 
 def _callback_nodes(setup: RankSetup) -> Mapping[str, Node]:

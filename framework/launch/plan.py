@@ -28,7 +28,8 @@ class RunProgress(NamedTuple):
     step: int
     # Of the whole run; 0 if that isn't known.
     total_steps: int
-    # How many validations there were since its start, and what the last one gave for `checkpoint.monitor`.
+    # The number of the last validation, counted from 1 over all starts of the run, 0 before there is one since the last
+    # start; and what it gave for `checkpoint.monitor`.
     validations: int
     validated_value: float
 

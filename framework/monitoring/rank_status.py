@@ -100,7 +100,8 @@ class StatusPage(ctypes.Structure):
         ("ticks", ctypes.c_int64),
         # The optimizer steps of the whole run, 0 if that isn't known.
         ("total_steps", ctypes.c_int64),
-        # How many validations this process has done, and what the last one gave for checkpoint.monitor.
+        # The number of the last validation of the run, 0 before this process has done one, and what it gave for
+        # checkpoint.monitor.
         ("validations", ctypes.c_int64),
         ("validated_value", ctypes.c_double),
     )
@@ -147,11 +148,11 @@ class RankStatus:
         """Set how many optimizer steps the whole run has; 0 if that isn't known."""
         self._page.total_steps = steps
 
-    def count_validation(self, value: float) -> None:
-        """Set what a validation gave for the monitored metric."""
+    def set_validation(self, number: int, value: float) -> None:
+        """Set what validation `number` of the run, counted from 1, gave for the monitored metric."""
         self._page.validated_value = value
         # A reader may see the new value with the earlier number, but never an earlier value with the new number.
-        self._page.validations += 1
+        self._page.validations = number
 
     def tick(self) -> None:
         """Show progress within a phase, such as a batch that is evaluated."""

@@ -373,6 +373,30 @@ def test_a_killed_sweep_continues(tmp_path):
     assert scores(folder) == scores(sweep_folder(undisturbed))
 
 
+@pytest.mark.exhaustive
+def test_a_resumed_trial_goes_on_counting_its_validations(tmp_path):
+    """A pruner compares the validations of trials by their numbers."""
+    search = ("sweep=optuna", "sweep.n_trials=1", "optimizer.lr=interval(0.001,0.002)", "sweep.jobs=1")
+    process = start_sweep(tmp_path, *LONG, *search)
+    folder = wait_for_checkpoints(tmp_path, count=1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, out
+    before = reported_validations(folder)
+    result = run_framework("-m", f"resume={folder}", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    after = reported_validations(folder)[len(before) :]
+    # Some follow each other too fast for each to be reported.
+    assert 0 <= before[-1] < after[0] < after[-1] < 40
+    assert after == sorted(after)
+
+
+def reported_validations(folder: Path) -> list[int]:
+    """The numbers of the validations that Optuna was told of, in this order."""
+    entries = [json.loads(line) for line in (folder / "study.log").read_text().splitlines()]
+    return [entry["step"] for entry in entries if "intermediate_value" in entry]
+
+
 def scores(folder: Path) -> list[tuple[str, str]]:
     return [(line["val/loss"], line["step"]) for line in table(folder)]
 
