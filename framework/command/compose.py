@@ -341,15 +341,15 @@ class _Command:
 
         def combine(texts: Sequence[str]) -> list[list[str]]:
             """Return the overrides of each trial, for all combinations of values, and of models if there are some."""
+            if not self._models:
+                with self._explained(texts):
+                    return split_sweep(texts)
             combinations = []
             for model in self._models:
                 _, of_model = self._base_of(model)
                 with self._explained(of_model):
                     combinations += [[model, *values] for values in split_sweep([*params, *of_model])]
-            if self._models:
-                return combinations
-            with self._explained(texts):
-                return split_sweep(texts)
+            return combinations
 
         def compose_trials(combinations: Sequence[Sequence[str]]) -> list[Request]:
             """Return the checked request of each trial. Raises FrameworkError for a mistake in any."""
