@@ -183,8 +183,8 @@ class Worker:
         self._free.append(running.slot)
         plan = running.plan
         (result,) = read_results(self._folder, [plan])
-        # It may have finished before it was told to stop.
-        if running.is_pruned and result.status in ("stopped", "interrupted"):
+        # It may have finished before it was told to stop; or it was about to, and has recorded no end.
+        if running.is_pruned and result.status in ("stopped", "interrupted", "crashed"):
             self._folder.trial(plan.number).update_run({"status": PRUNED})
             result = replace(result, status=PRUNED)
         if event["status"] == EXIT_WRONG_REQUEST and result.status == "waiting":
