@@ -14,7 +14,8 @@ from framework.data.batching import plan_steps
 from framework.errors import ConfigError, RequestError
 from framework.launch.base import Launcher, launcher_class
 from framework.launch.handshake import ExternalRanks
-from framework.strategies.rules import callback_mistakes, refusals, rules_of, strategy_request
+from framework.strategies.callback_rules import callback_mistakes
+from framework.strategies.rules import refusals, rules_of, strategy_request
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Rules between keys: names that must exist, and values that exclude each other.
 
-Rules that depend on the machine are in `command.launcher`, a strategy's own ones in `strategies.rules`. Each message
-says what was set, what it conflicts with, and what to do.
+Rules that depend on the machine are in `command.launcher`, a strategy's own ones beside it (`strategies.fsdp_rules`).
+Each message says what was set, what it conflicts with, and what to do.
 """
 
 from __future__ import annotations

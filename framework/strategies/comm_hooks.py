@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from framework.distributed.collectives import gather_to_first
 from framework.distributed.context import Context
 from framework.errors import ConfigError
-from framework.strategies.rules import BF16_HOOK, FP16_HOOK, check_one_device
+from framework.strategies.ddp_rules import BF16_HOOK, FP16_HOOK
+from framework.strategies.rules import check_one_device
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 

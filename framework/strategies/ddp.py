@@ -20,8 +20,7 @@ from framework.errors import ConfigError
 from framework.strategies.averaging import SyncedBuffers, broadcast
 from framework.strategies.base import Single, StrategyCosts
 from framework.strategies.comm_hooks import HOOKS, PowerSGD
-from framework.strategies.parameters import check_dense, check_same_change, trained
-from framework.strategies.rules import (
+from framework.strategies.ddp_rules import (
     POWERSGD,
     AutoRules,
     DDPRules,
@@ -29,6 +28,7 @@ from framework.strategies.rules import (
     check_sync_batchnorm,
     parse_comm_hook,
 )
+from framework.strategies.parameters import check_dense, check_same_change, trained
 from framework.types import Waiting
 
 # Torch identifies parameters without a gradient by their index among the trained ones.

@@ -19,19 +19,18 @@ from framework.distributed.context import Context
 from framework.distributed.process_group import new_subgroup
 from framework.strategies.averaging import SyncedBuffers, broadcast
 from framework.strategies.base import NO_CONTEXT, StrategyCosts
-from framework.strategies.parameters import check_dense, check_same_change
-from framework.strategies.rules import (
+from framework.strategies.fsdp_rules import (
     BF16,
     FP16,
     FP32,
     FSDPRules,
-    check_gpus_are_connected,
     check_offload,
-    check_one_device,
     check_policy,
     parse_policy,
     shard_degree,
 )
+from framework.strategies.parameters import check_dense, check_same_change
+from framework.strategies.rules import check_gpus_are_connected, check_one_device
 from framework.strategies.wrapping import AUTO, READ_FROM_OUTSIDE, by_class, has_forward
 
 

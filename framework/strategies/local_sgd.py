@@ -20,8 +20,8 @@ from framework.distributed.context import Context
 from framework.strategies.allreduce import AllReduce
 from framework.strategies.averaging import average_gradients, broadcast
 from framework.strategies.base import NO_CONTEXT, StrategyCosts
+from framework.strategies.local_sgd_rules import LocalSGDRules, check_exchanges, check_own_steps
 from framework.strategies.parameters import check_same_change
-from framework.strategies.rules import LocalSGDRules, check_exchanges, check_own_steps
 
 
 @final

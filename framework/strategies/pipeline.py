@@ -23,19 +23,18 @@ from framework.monitoring.rank_status import RankPhase
 from framework.strategies.averaging import MB, average_gradients, begin_all_reduce_mean, broadcast
 from framework.strategies.base import Strategy, StrategyCosts
 from framework.strategies.parameters import check_dense, check_same_change
-from framework.strategies.pipeline_stages import check_trained, drop_other_stages, split_into_stages
-from framework.strategies.rules import (
+from framework.strategies.pipeline_rules import (
     GPIPE,
     INTERLEAVED,
     ONE_F_ONE_B,
     PipelineRules,
-    check_gpus_are_connected,
-    check_one_device,
     check_pipeline_precision,
     check_several_processes,
     pipeline_size,
     resolve_microbatches,
 )
+from framework.strategies.pipeline_stages import check_trained, drop_other_stages, split_into_stages
+from framework.strategies.rules import check_gpus_are_connected, check_one_device
 from framework.types import Batch, DataShare, MicroBatch, NumberFormats, StepOutput, Task, Window
 
 _SCHEDULES: dict[str, Any] = {

@@ -10,7 +10,7 @@ from framework.distributed.context import Context
 from framework.engine.builders.objects import build_object, wrong_result
 from framework.errors import ConfigError
 from framework.strategies.base import Strategy
-from framework.strategies.rules import CallbackTraits, misfits
+from framework.strategies.callback_rules import CallbackTraits, misfits
 from framework.types import Callback
 
 
