@@ -349,6 +349,11 @@ def with_override(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
     return changed  # type: ignore[no-any-return]
 
 
+def groups_of(loader: Any) -> dict[str, list[str]]:
+    """Return the options of each group, without Hydra's own groups."""
+    return {group: loader.get_group_options(group) for group in loader.list_groups("") if group != "hydra"}
+
+
 def search_path(entries: Sequence[str] | None, *, must_exist: bool = True) -> tuple[str, ...]:
     """Return the places of `hydra.searchpath` with absolute paths.
 

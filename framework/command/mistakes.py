@@ -1,7 +1,7 @@
 """Explain why Hydra could not compose a configuration.
 
 Runs only after composing has failed. Checks each override of the command line again and reports every mistake; if all
-of them are right, the mistake is in a file, and the error that was raised is shortened.
+of them are right, the mistake is in a file, and `file_mistakes` says which.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 import yaml
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.default_element import GroupDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from framework.command.hydra_compose import compose_config, resolved
+from framework.command.file_mistakes import file_mistake
+from framework.command.hydra_compose import compose_config, groups_of, resolved
 from framework.command.words import NOT_OF_FORM, Phrase, is_override, phrases
 from framework.config.hints import unknown_key_hint
 from framework.config.jobs import JOBS
@@ -31,11 +31,9 @@ from framework.config.keys import is_section, known_keys, takes_node, takes_seve
 from framework.config.mistakes import as_text, raise_mistakes
 from framework.config.nested import walk
 from framework.config.other_names import value_advice
-from framework.config.parse import PACKAGE_LINE, value_mistakes
+from framework.config.parse import value_mistakes
 from framework.config.suggest import did_you_mean, nearest
-from framework.config.values import show
 from framework.errors import ConfigError
-from framework.system.formatting import display_path
 
 # What composing raises.
 _COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
@@ -52,12 +50,12 @@ def explain(error: Exception, *, loader: ConfigLoader, typed: Sequence[str], is_
     if not isinstance(error, _COMPOSING):
         return
     raise_mistakes(_mistakes_in([Phrase(text, text) for text in typed], loader, is_sweep=is_sweep))
-    raise ConfigError(_shortened(error, loader=loader)) from error
+    raise ConfigError(file_mistake(error, loader=loader)) from error
 
 
 def refuse_words(words: Sequence[str], *, loader: ConfigLoader, is_sweep: bool) -> NoReturn:
     """Raise a ConfigError for a command of which some words are no overrides, with all mistakes of the others."""
-    groups = _groups(loader)
+    groups = groups_of(loader)
     keys = {*groups, *known_keys()}
     keys |= {key.rpartition(".")[2] for key in keys}
     typed = list(phrases(words, keys=keys))
@@ -68,13 +66,8 @@ def refuse_words(words: Sequence[str], *, loader: ConfigLoader, is_sweep: bool) 
     raise ConfigError(as_text(mistakes))
 
 
-def _groups(loader: Any) -> dict[str, list[str]]:
-    """Return the options of each group, without Hydra's own groups."""
-    return {group: loader.get_group_options(group) for group in loader.list_groups("") if group != "hydra"}
-
-
 def _mistakes_in(typed: Sequence[Phrase], loader: Any, *, is_sweep: bool) -> list[str]:
-    groups = _groups(loader)
+    groups = groups_of(loader)
     overrides: list[tuple[Phrase, Override]] = []
     mistakes: list[str] = []
     for phrase in typed:
@@ -297,112 +290,3 @@ def _node_around(key: str, known: Mapping[str, Any]) -> str:
     while node and f"{node}._target_" not in known:
         node = node.rpartition(".")[0]
     return node
-
-
-def _shortened(error: BaseException, *, loader: Any) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1} is not valid YAML: {error.problem}."
-    in_defaults = _in_defaults_list(error, loader)
-    if in_defaults is not None:
-        return in_defaults
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        name = error.missing_cfg_file
-        options = error.options
-        hint = did_you_mean(nearest(name.rpartition("/")[2], options))
-        return f"There is no {name}.yaml, which a file refers to.{hint}\n    Options: {', '.join(options)}"
-    reason = _first_line(error)
-    if isinstance(error, OmegaConfBaseException):
-        if not error.full_key:
-            return reason
-        return f"{error.full_key}: {reason}"
-    primary = re.match(r"Cannot find primary config '(\S+)'", reason)
-    if primary is not None and loader.repository.config_exists(f"recipe/{primary[1]}"):
-        return f"{primary[1]} is a recipe. Type recipe={primary[1]} in place of --config-name."
-    not_a_mapping = _not_a_mapping(reason, loader)
-    if not_a_mapping is not None:
-        return not_a_mapping
-    text = f"The configuration can't be composed: {reason or type(error).__name__}"
-    if isinstance(error.__cause__, OmegaConfBaseException):
-        text += f" ({_first_line(error.__cause__)})"
-    if "@recipe." in str(error):
-        text += f" {PACKAGE_LINE}"
-    return text
-
-
-# What Hydra says of a line in a defaults list that lacks `override` or the slash. Without a slash, a group is looked
-# for in the folder of the file, and Hydra's own advice leaves it out.
-_LINES = (
-    re.compile(r"Multiple values for (?P<group>\w+)\. To override a value use 'override \S+: (?P<name>.+)'"),
-    re.compile(r"In '(?P<file>\S+)': Could not find '\w+/(?P<group>\w+)/(?P<name>[^']+)'"),
-    re.compile(r"In '(?P<file>\S+)': Could not override '\w+/(?P<group>\w+)[@']"),
-    re.compile(r"In (?P<file>\S+): Override '.+' is defined before '(\w+/)?(?P<group>\w+)(@\w+)?: (?P<name>.+)'"),
-)
-_NO_SUCH_GROUP = re.compile(r"In '(?P<file>\S+)': Could not override '(?P<group>\w+)'")
-_IN_FILE = re.compile(r"In '(?P<file>[^']+)': ConfigTypeError raised")
-
-
-def _in_defaults_list(error: BaseException, loader: Any) -> str | None:
-    """Return what is wrong with a line of a file's defaults list; None if that isn't the mistake."""
-    groups = _groups(loader)
-    for pattern in _LINES:
-        line = pattern.match(str(error))
-        if line is None or line["group"] not in groups:
-            continue
-        facts = line.groupdict()
-        group = facts["group"]
-        file = facts.get("file")
-        path = "A file" if file is None else _path_of(file, loader)
-        name = facts.get("name") or _chosen_in(str(file), group, loader)
-        return (
-            f"{path}: an option of {group} is chosen already, so the line of the defaults list needs `override` and a "
-            f"slash:\n    - override /{group}: {name}"
-        )
-
-    unknown = _NO_SUCH_GROUP.match(str(error))
-    if unknown is None:
-        return None
-    hint = did_you_mean(nearest(unknown["group"], groups))
-    path = _path_of(unknown["file"], loader)
-    return f"{path}: its defaults list has `override` for {unknown['group']}, which is no group.{hint}"
-
-
-def _not_a_mapping(reason: str, loader: Any) -> str | None:
-    """Return what is wrong with a file that has a list or text for a section; None if that isn't the mistake."""
-    match = _IN_FILE.match(reason)
-    if match is None:
-        return None
-    content: Any = OmegaConf.to_container(loader.repository.load_config(match["file"]).config, resolve=False)
-    path = _path_of(match["file"], loader)
-    groups = _groups(loader)
-    for name, value in content.items():
-        if name in groups and not isinstance(value, dict):
-            options = show(value) if _is_list_of_names(value) else "[NAME,…]"
-            return (
-                f"{path}: {name} is {'a list' if isinstance(value, list) else show(value)}, and must be a mapping. "
-                f"Options are chosen in the file's defaults list:\n    - override /{name}: {options}\n"
-                f"Those of your own have names:\n    {name}: {{NAME: {{_target_: package.module.Name}}}}"
-            )
-    return f"{path}: a list or text stands where a mapping belongs."
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _chosen_in(file: str, group: str, loader: Any) -> str:
-    """Return the option of a group that the defaults list of a file chooses."""
-    for line in loader.repository.load_config(file).defaults_list:
-        if isinstance(line, GroupDefault) and line.group == group:
-            return str(line.value)
-    return "NAME"
-
-
-def _path_of(name: str, loader: Any) -> str:
-    """Return where the file of a configuration such as `recipe/toy` is."""
-    folder = loader.repository.load_config(name).path
-    return display_path(Path(f"{folder.removeprefix('file://')}/{name}.yaml"))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
