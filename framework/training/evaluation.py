@@ -113,7 +113,7 @@ class Evaluator:
             for end in hooks([self.task], "on_evaluation_end"):
                 end()
 
-        means, _ = meter.reduce(self.context)
+        means = meter.reduce(self.context).means
         evaluation.add_names(meter.names, prefix=prefix)
         evaluation.add_metrics(means, prefix=prefix)
         evaluation.add_metrics(stateful.compute(self.context), prefix=prefix)

@@ -155,8 +155,8 @@ class Logbook:
             memory_gb=self._usage.row(),
             times=times,
         )
-        means, numbers = self._state.meter.reduce(self._context, extra=figures.flat())
-        return Reduction(means, figures.from_flat(numbers))
+        reduced = self._state.meter.reduce(self._context, extra=figures.flat())
+        return Reduction(reduced.means, figures.from_flat(reduced.extra))
 
     def check_losses(self, means: Mapping[str, float]) -> None:
         """Raise RunError if a loss was NaN or infinite since the last log. Every rank must call it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+from itertools import islice
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,15 @@ class Series:
         self.count += state["count"]
 
 
+class Reduced(NamedTuple):
+    """What a meter has learned of all ranks, the same on each."""
+
+    # Means of losses and metrics by name.
+    means: dict[str, float]
+    # The sums over ranks of the other numbers that were given.
+    extra: list[float]
+
+
 @final
 class Meter:
     """Collects what steps compute. Adding only keeps references: no kernel, no wait for the device.
@@ -141,29 +151,42 @@ class Meter:
             count = 0
         self._series[name].add(value, weight=1, count=count, step=step)
 
-    def reduce(self, context: Context, *, extra: Sequence[float] = ()) -> tuple[dict[str, float], list[float]]:
-        """Return means over all ranks since the last reduction, and `extra` summed over ranks; one flat reduction.
+    def reduce(self, context: Context, *, extra: Sequence[float] = ()) -> Reduced:
+        """Return the means over all ranks since `clear`, and `extra` summed over ranks, by one flat reduction.
 
         Every rank must call it; it waits for the device. A name without samples on any rank is left out.
         Raises RunError if this rank has names that the others don't.
         """
         names = self._agree(context)
         device = context.device
-        series = [self._series.get(name, Series()) for name in names]
-        counts = [self._counts.get(name, Series()) for name in names]
-        # Sums, counts that are tensors, counts that are numbers, and what else is summed.
-        numbers = [*(float(each.count) for each in series), *extra]
-        parts = [each.total(device) for each in (*series, *counts)]
-        parts.append(torch.tensor(numbers, dtype=_sum_dtype(device), device=device))
-        reduced = sum_over_ranks(torch.cat(parts), context).tolist()
+        sums: list[Tensor] = []
+        # The count of a name is a number, or a tensor that isn't read before it is reduced.
+        number_counts: list[float] = []
+        tensor_counts: list[Tensor] = []
+        for name in names:
+            series = self._series.get(name, Series())
+            sums.append(series.total(device))
+            number_counts.append(float(series.count))
+            tensor_counts.append(self._counts.get(name, Series()).total(device))
+        # All numbers go to the device in one copy.
+        numbers = torch.tensor([*number_counts, *extra], dtype=_sum_dtype(device), device=device)
+        flat = torch.cat([*sums, *tensor_counts, numbers])
 
-        size = len(names)
+        # The totals come in the same order.
+        totals = iter(sum_over_ranks(flat, context).tolist())
+        total_sums = list(islice(totals, len(names)))
+        total_tensor_counts = list(islice(totals, len(names)))
+        total_number_counts = list(islice(totals, len(names)))
+        total_extra = list(totals)
+
         means = {}
-        for index, name in enumerate(names):
-            count = reduced[size + index] + reduced[2 * size + index]
+        for name, total, tensor_count, number_count in zip(
+            names, total_sums, total_tensor_counts, total_number_counts, strict=True
+        ):
+            count = tensor_count + number_count
             if count:
-                means[name] = reduced[index] / count
-        return means, reduced[3 * size :]
+                means[name] = total / count
+        return Reduced(means, total_extra)
 
     @property
     def names(self) -> list[str]:

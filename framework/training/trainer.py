@@ -73,6 +73,11 @@ class _Hooks(NamedTuple):
     epoch_end: Sequence[Callable[[EpochInfo], Stop | Log | None]] = ()
 
 
+def _takers_of_info(objectives: Iterable[Objective]) -> set[str]:
+    """Return the names of the objectives whose step has a parameter `info`."""
+    return {objective.name for objective in objectives if "info" in signature(objective.step).parameters}
+
+
 @final
 class Trainer:
     """Train one replica on one rank. Every rank makes one and calls `fit`.
@@ -100,29 +105,49 @@ class Trainer:
         counts_flops: bool = False,
         clock: Clock | None = None,
     ) -> None:
+        # What a trainer is made of: the state of the run, what validates it, what saves it, and whom it tells.
         self.state = state
-        self.progress = state.progress
-        self.stop = state.stop
         self.settings = settings
-        self.context = state.context
-        self.train_loader = state.train_loader
         self.val_loaders = val_loaders
         self.checkpoints = checkpoints
+        self.check_run_dir = check_run_dir
+        self._after_first_step = after_first_step
+        self._after_validation = after_validation
+
+        # Parts of the state that are used often.
+        self.context = state.context
+        self.progress = state.progress
+        self.stop = state.stop
+        self.train_loader = state.train_loader
+
+        # What is known later, or changes while training.
         # Optimizer steps that were done when `fit` was called: more than 0 in a resumed run.
         self.start_step = 0
         # Set by `engine.restore` when it resumes a run; `fit` calls it after the start hooks, which may draw numbers.
         self.restore_generators: Callable[[], object] | None = None
-        self._after_first_step = after_first_step
-        self._after_validation = after_validation
-        self.check_run_dir = check_run_dir
+        # Filled by `fit`.
+        self._hooks = _Hooks()
         # The step of the checkpoint that was saved or loaded last.
         self._saved_step: int | None = None
         # True if a checkpoint is due by the clock. Those due by steps or epochs aren't noted here.
         self._timed_save_is_due = False
-        # Filled by `fit`.
-        self._hooks = _Hooks()
+        # False after an update that the scaler has skipped because gradients overflowed.
+        self._has_stepped = True
 
-        # How a step is run.
+        # What the task computes in a step.
+        # A task with a single loss is treated as one objective without a name.
+        self._only_objective: tuple[Objective, ...] = ()
+        if state.objectives is None:
+            self._only_objective = (Objective(name="", step=state.task.training_step, optimizer=""),)
+        objectives = self._only_objective if state.objectives is None else state.objectives.all
+        self._objectives_with_info = _takers_of_info(objectives)
+        # CUDA graphs write the outputs of every step to the same memory.
+        self._overwrites_outputs = settings.compile in CUDA_GRAPH_MODES and state.context.device.type == "cuda"
+        if state.precision.scaler.is_enabled():
+            # The scaler skips steps whose gradients overflow. This notes those that it makes.
+            state.optimizer.register_step_post_hook(self._note_optimizer_step)
+
+        # How the strategy splits a step over ranks.
         strategy = state.strategy
         # A strategy that overrides `run_window`, as pipelines do, makes the forward and backward passes itself.
         self._runs_windows = type(strategy).run_window is not Strategy.run_window
@@ -131,16 +156,6 @@ class Trainer:
         # Of ranks that train on the same samples, only one counts them in means and weights. A strategy that runs
         # windows gives each output to one rank anyway.
         self._counts_outputs = self._runs_windows or state.speaks_for_share
-        # A task with a single loss is treated as one objective without a name.
-        self._only_objective: tuple[Objective, ...] = ()
-        if state.objectives is None:
-            self._only_objective = (Objective(name="", step=state.task.training_step, optimizer=""),)
-        objectives = self._only_objective if state.objectives is None else state.objectives.all
-        # Names of the objectives whose step has a parameter `info`.
-        self._objectives_with_info: set[str] = set()
-        for objective in objectives:
-            if "info" in signature(objective.step).parameters:
-                self._objectives_with_info.add(objective.name)
         self._loss_weights = loss_weights(
             state.context,
             strategy=strategy,
@@ -148,12 +163,6 @@ class Trainer:
             may_drop=self.train_loader.collates,
             counts=self._counts_outputs,
         )
-        # CUDA graphs write the outputs of every step to the same memory.
-        self._overwrites_outputs = settings.compile in CUDA_GRAPH_MODES and state.context.device.type == "cuda"
-        self._has_stepped = True
-        if state.precision.scaler.is_enabled():
-            # The scaler skips steps whose gradients overflow. This notes those that it makes.
-            state.optimizer.register_step_post_hook(self._note_optimizer_step)
 
         # What is measured and logged.
         if clock is None:
@@ -717,6 +726,6 @@ class Trainer:
 
     def read_means(self) -> dict[str, float]:
         """Return the means over all ranks since the last call. Every rank must call it."""
-        means, _ = self.state.meter.reduce(self.context)
+        means = self.state.meter.reduce(self.context).means
         self.state.meter.clear()
         return means
