@@ -46,7 +46,7 @@ from framework.sweeps.folder import (
     SearchPlan,
     SweepFolder,
     SweepPlan,
-    TrialPlan,
+    Trial,
     config_hash,
     find_sweep,
     newest_unfinished_sweep,
@@ -209,17 +209,17 @@ def _left_of(asked: SweepRequest, *, known: set[str]) -> list[Request]:
     if asked.saved is None:
         return []
     folder = asked.saved.folder
-    plans = asked.saved.plan.trials
+    trials = asked.saved.plan.trials
     retries_failed = asked.settings.retry == "failed"
     left = []
-    for plan, result in zip(plans, read_results(folder, plans), strict=True):
-        if plan.config_hash not in known and needs_work(result, retries_failed=retries_failed):
-            left.append(plan)
-    requests = asked.compose_trials([plan.overrides for plan in left])
-    for plan, request in zip(left, requests, strict=True):
-        if config_hash(request.raw) != plan.config_hash:
+    for trial, result in zip(trials, read_results(folder, trials), strict=True):
+        if trial.config_hash not in known and needs_work(result, retries_failed=retries_failed):
+            left.append(trial)
+    requests = asked.compose_trials([trial.overrides for trial in left])
+    for trial, request in zip(left, requests, strict=True):
+        if config_hash(request.raw) != trial.config_hash:
             raise ConfigError(
-                f"Trial {plan.number} of {display_path(folder.path)} would have another configuration today than when "
+                f"Trial {trial.number} of {display_path(folder.path)} would have another configuration today than when "
                 "the sweep began: a recipe, or another file that it is composed of, has changed.\n"
                 "Restore it, or start a new sweep."
             )
@@ -235,16 +235,16 @@ def _check_outputs(requests: Sequence[Request]) -> None:
 
 def _written(asked: SweepRequest, requests: Sequence[Request]) -> tuple[SweepFolder, SweepPlan]:
     """Write the sweep to disk, or add its new trials there; return it."""
-    plans: dict[str, TrialPlan] = {}
+    trials: dict[str, Trial] = {}
     for request in requests:
         key = config_hash(request.raw)
-        plans.setdefault(key, TrialPlan(len(plans), _overrides_alone(request), key))
+        trials.setdefault(key, Trial(len(trials), _overrides_alone(request), key))
     if asked.saved is None:
-        return _created(asked, requests[0], trials=tuple(plans.values()), search=None)
+        return _created(asked, requests[0], trials=tuple(trials.values()), search=None)
     folder = asked.saved.folder
     if asked.saved.plan.search is not None:
         raise ConfigError(f"{display_path(folder.path)} is a search. Type sweep=optuna to continue it.")
-    folder.add_trials(list(plans.values()))
+    folder.add_trials(list(trials.values()))
     return folder, SweepPlan.read_with_secrets(folder)
 
 
@@ -257,7 +257,7 @@ def _overrides_alone(request: Request) -> tuple[str, ...]:
 
 
 def _created(
-    asked: SweepRequest, first: Request, *, trials: tuple[TrialPlan, ...], search: SearchPlan | None
+    asked: SweepRequest, first: Request, *, trials: tuple[Trial, ...], search: SearchPlan | None
 ) -> tuple[SweepFolder, SweepPlan]:
     """Make the folder of a new sweep, with its plan; return it. first: one of its trials."""
     assert first.sub_run is not None
@@ -433,7 +433,7 @@ def _run(
     return status
 
 
-def _started(folder: SweepFolder, request: Request, trial: TrialPlan, *, skips_test: bool) -> Request:
+def _started(folder: SweepFolder, request: Request, trial: Trial, *, skips_test: bool) -> Request:
     """Return what the trial's process runs: a new run, or the one that was begun before, which is resumed.
 
     Raises FrameworkError if what was begun is damaged.

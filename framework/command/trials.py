@@ -10,7 +10,7 @@ from typing import Protocol, final
 
 from framework.command.request import Request
 from framework.sweeps.claims import Claims
-from framework.sweeps.folder import SweepFolder, TrialPlan, config_hash
+from framework.sweeps.folder import SweepFolder, Trial, config_hash
 from framework.sweeps.results import REFUSED, TrialResult, read_results
 from framework.sweeps.search import Asked, End, Search
 
@@ -38,7 +38,7 @@ def needs_work(result: TrialResult, *, retries_failed: bool) -> bool:
 class Trials(Protocol):
     """The trials of a sweep that a worker has yet to run."""
 
-    def next(self) -> TrialPlan | None:
+    def next(self) -> Trial | None:
         """Return a trial to run, claimed for this worker; None if there is none at the moment.
 
         Raises FrameworkError if the sweep's files can't be read or written.
@@ -47,13 +47,13 @@ class Trials(Protocol):
     def is_complete(self) -> bool:
         """Return True if no worker has anything left to do."""
 
-    def report(self, plan: TrialPlan, *, step: int, value: float) -> bool:
+    def report(self, trial: Trial, *, step: int, value: float) -> bool:
         """Take what a validation gave; return True if the trial is to be stopped early.
 
         step: the number of the validation in the trial, from 0.
         """
 
-    def ended(self, plan: TrialPlan, result: TrialResult) -> bool:
+    def ended(self, trial: Trial, result: TrialResult) -> bool:
         """Take how a trial ended; return True if it is to be started again at once."""
 
 
@@ -62,61 +62,61 @@ class GridTrials:
     """The trials that sweep.json lists.
 
     Args:
-        plans: all trials of the sweep.
+        trials: all trials of the sweep.
         retries: how often a trial that fails is started again.
         retries_failed: trials that failed before this command are started again, too.
     """
 
     def __init__(
-        self, folder: SweepFolder, plans: Sequence[TrialPlan], *, claims: Claims, retries: int, retries_failed: bool
+        self, folder: SweepFolder, trials: Sequence[Trial], *, claims: Claims, retries: int, retries_failed: bool
     ) -> None:
         self._folder = folder
         self._claims = claims
         self._retries = retries
         self._failures: Counter[int] = Counter()
         # The trials in which there may be something left to do.
-        self._open: dict[int, TrialPlan] = {}
+        self._open: dict[int, Trial] = {}
         # Those that had failed before, and are to be started again.
         self._failed_before: set[int] = set()
-        for plan, result in zip(plans, read_results(folder, plans), strict=True):
+        for trial, result in zip(trials, read_results(folder, trials), strict=True):
             if needs_work(result, retries_failed=retries_failed):
-                self._open[plan.number] = plan
+                self._open[trial.number] = trial
                 if result.status == "failed":
-                    self._failed_before.add(plan.number)
+                    self._failed_before.add(trial.number)
         self._running: set[int] = set()
         self.num_left = len(self._open)
 
-    def next(self) -> TrialPlan | None:
-        for number, plan in list(self._open.items()):
+    def next(self) -> Trial | None:
+        for number, trial in list(self._open.items()):
             if number in self._running or self._claims.take(number) is None:
                 continue
             # Another worker may have run it since.
-            (result,) = read_results(self._folder, [plan])
+            (result,) = read_results(self._folder, [trial])
             if not needs_work(result, retries_failed=number in self._failed_before):
                 self._claims.release(number)
                 del self._open[number]
                 continue
             self._failed_before.discard(number)
             self._running.add(number)
-            return plan
+            return trial
         return None
 
     def is_complete(self) -> bool:
         return not self._open
 
-    def report(self, plan: TrialPlan, *, step: int, value: float) -> bool:
+    def report(self, trial: Trial, *, step: int, value: float) -> bool:
         return False
 
-    def ended(self, plan: TrialPlan, result: TrialResult) -> bool:
-        self._running.discard(plan.number)
+    def ended(self, trial: Trial, result: TrialResult) -> bool:
+        self._running.discard(trial.number)
         if not has_failed(result):
             # One that was stopped is left for the command that continues the sweep.
-            del self._open[plan.number]
+            del self._open[trial.number]
             return False
-        self._failures[plan.number] += 1
-        if self._failures[plan.number] <= self._retries:
+        self._failures[trial.number] += 1
+        if self._failures[trial.number] <= self._retries:
             return True
-        del self._open[plan.number]
+        del self._open[trial.number]
         return False
 
 
@@ -128,7 +128,7 @@ class _Row:
     # What each trial runs, in the order in which they start.
     requests: list[Request]
     # Those that have been started, by the position of their request.
-    plans: dict[int, TrialPlan]
+    trials: dict[int, Trial]
     # Of the trials that have ended with one.
     scores: list[float]
 
@@ -171,42 +171,42 @@ class SearchTrials:
         self._has_run = False
         self.requests: dict[int, Request] = {}
 
-    def next(self) -> TrialPlan | None:
-        plan = self._next_waiting()
-        while plan is None and self._take_row():
-            plan = self._next_waiting()
-        return plan
+    def next(self) -> Trial | None:
+        trial = self._next_waiting()
+        while trial is None and self._take_row():
+            trial = self._next_waiting()
+        return trial
 
     def is_complete(self) -> bool:
         return self._is_exhausted and not self._rows and not self._search.open_trials()
 
-    def report(self, plan: TrialPlan, *, step: int, value: float) -> bool:
-        row = self._row_of[plan.number]
-        if row.plans.get(0) != plan:
+    def report(self, trial: Trial, *, step: int, value: float) -> bool:
+        row = self._row_of[trial.number]
+        if row.trials.get(0) != trial:
             return False
         return self._search.report(row.index, step=step, value=value)
 
-    def ended(self, plan: TrialPlan, result: TrialResult) -> bool:
-        row = self._row_of.pop(plan.number)
+    def ended(self, trial: Trial, result: TrialResult) -> bool:
+        row = self._row_of.pop(trial.number)
         self._has_run |= result.status != REFUSED
         if result.status == REFUSED and not self._has_run:
             # All others would be refused for the same reason, such as a metric that no validation computes.
             self._is_exhausted = True
         if has_failed(result):
-            self._failures[plan.number] += 1
-            if self._failures[plan.number] <= self._retries:
-                (position,) = [position for position, started in row.plans.items() if started == plan]
+            self._failures[trial.number] += 1
+            if self._failures[trial.number] <= self._retries:
+                (position,) = [position for position, started in row.trials.items() if started == trial]
                 self._waiting.insert(0, (row, position))
                 return True
         self._take_result(row, result)
         return False
 
-    def _next_waiting(self) -> TrialPlan | None:
+    def _next_waiting(self) -> Trial | None:
         for row, position in list(self._waiting):
             self._waiting.remove((row, position))
-            plan = self._planned(row, position)
-            if plan is not None:
-                return plan
+            trial = self._trial_to_run(row, position)
+            if trial is not None:
+                return trial
         return None
 
     def _take_row(self) -> bool:
@@ -228,28 +228,28 @@ class SearchTrials:
         return True
 
     def _begin(self, asked: Asked) -> None:
-        row = _Row(asked.index, self._compose(asked.overrides), plans={}, scores=[])
+        row = _Row(asked.index, self._compose(asked.overrides), trials={}, scores=[])
         self._rows[asked.index] = row
         self._waiting.append((row, 0))
 
-    def _planned(self, row: _Row, position: int) -> TrialPlan | None:
+    def _trial_to_run(self, row: _Row, position: int) -> Trial | None:
         """Return a trial of a row to run; None if it runs or has run: a search may choose the same values again."""
         request = row.requests[position]
-        blank = TrialPlan(0, request.overrides, config_hash(request.raw))
-        (plan,) = self._folder.add_trials([blank])
-        row.plans[position] = plan
-        (result,) = read_results(self._folder, [plan])
-        is_retried = self._failures[plan.number] > 0
+        blank = Trial(0, request.overrides, config_hash(request.raw))
+        (trial,) = self._folder.add_trials([blank])
+        row.trials[position] = trial
+        (result,) = read_results(self._folder, [trial])
+        is_retried = self._failures[trial.number] > 0
         if not needs_work(result, retries_failed=is_retried):
             self._take_result(row, result)
             return None
-        if self._claims.take(plan.number) is None:
+        if self._claims.take(trial.number) is None:
             # In another row. Its result is this one's, too.
             self._waiting.append((row, position))
             return None
-        self.requests[plan.number] = request
-        self._row_of[plan.number] = row
-        return plan
+        self.requests[trial.number] = request
+        self._row_of[trial.number] = row
+        return trial
 
     def _take_result(self, row: _Row, result: TrialResult) -> None:
         """Note how a trial of a row has ended; tell the search if it was the last one."""

@@ -12,7 +12,7 @@ from framework.config.schema import ProgressMode
 from framework.config.secrets import masked_override
 from framework.launch.plan import RunProgress
 from framework.loggers.live_view import LiveView, Row, start_view
-from framework.sweeps.folder import SweepFolder, TrialPlan
+from framework.sweeps.folder import SweepFolder, Trial
 from framework.sweeps.results import TrialResult
 from framework.system.formatting import display_path, format_count
 from framework.system.signals import shown_signal
@@ -53,15 +53,15 @@ class TrialsView:
         for result in results:
             self._note(result)
 
-    def started(self, plan: TrialPlan) -> None:
-        self._began[plan.number] = time.monotonic()
+    def started(self, trial: Trial) -> None:
+        self._began[trial.number] = time.monotonic()
         # On a terminal, the lines below show it.
         if self._view is None:
-            self.say(self._line(plan, "running"))
+            self.say(self._line(trial, "running"))
 
-    def ended(self, plan: TrialPlan, result: TrialResult, *, is_restarted: bool) -> None:
+    def ended(self, trial: Trial, result: TrialResult, *, is_restarted: bool) -> None:
         self._note(result)
-        began = self._began.pop(plan.number, None)
+        began = self._began.pop(trial.number, None)
         facts = [_described(result)]
         if result.score is not None:
             facts.append(f"{result.score:.4f}")
@@ -70,8 +70,8 @@ class TrialsView:
         if is_restarted:
             facts.append("restarting")
         if has_failed(result):
-            facts.append(f"log: {display_path(self._log_of(plan))}")
-        self.say(self._line(plan, *facts))
+            facts.append(f"log: {display_path(self._log_of(trial))}")
+        self.say(self._line(trial, *facts))
 
     def stopping(self, signal_number: int, *, num_running: int) -> None:
         trials = format_count(num_running, "trial")
@@ -79,13 +79,13 @@ class TrialsView:
             f"{shown_signal(signal_number)}: stopping {trials} as soon as all is saved. Ctrl-C again ends at once."
         )
 
-    def show(self, running: Sequence[tuple[TrialPlan, RunProgress | None]]) -> None:
+    def show(self, running: Sequence[tuple[Trial, RunProgress | None]]) -> None:
         """Redraw the lines of the trials that run."""
         now = time.monotonic()
         if self._view is None or now - self._drawn_at < _REDRAW_S:
             return
         self._drawn_at = now
-        rows = [self._row(plan, progress) for plan, progress in running]
+        rows = [self._row(trial, progress) for trial, progress in running]
         ended = format_count(self._num_ended, "trial") + " ended"
         if self._best is not None and self._best.score is not None:
             best = f"{self._monitor} {self._best.score:.4f} in [{self._best.number}]"
@@ -103,28 +103,28 @@ class TrialsView:
             self._view.show([])
             self._view.stop()
 
-    def _label_of(self, plan: TrialPlan) -> str:
-        return " ".join(masked_override(text) for text in plan.overrides if text not in self._common)
+    def _label_of(self, trial: Trial) -> str:
+        return " ".join(masked_override(text) for text in trial.overrides if text not in self._common)
 
-    def _line(self, plan: TrialPlan, *facts: str) -> str:
-        start = f"[{plan.number}] {self._label_of(plan)}".rstrip()
+    def _line(self, trial: Trial, *facts: str) -> str:
+        start = f"[{trial.number}] {self._label_of(trial)}".rstrip()
         return "  ".join([start, *facts])
 
-    def _row(self, plan: TrialPlan, progress: RunProgress | None) -> Row:
+    def _row(self, trial: Trial, progress: RunProgress | None) -> Row:
         items = []
-        label = self._label_of(plan)
+        label = self._label_of(trial)
         if label:
             items.append(label)
         if progress is None:
             items.append("starting")
-            return Row(f"[{plan.number}]", items)
+            return Row(f"[{trial.number}]", items)
         step = f"step {progress.step}"
         if progress.total_steps:
             step = f"step {progress.step}/{progress.total_steps}"
         items.append(step)
         if progress.validations:
             items.append(f"{self._monitor} {progress.validated_value:.4f}")
-        return Row(f"[{plan.number}]", items, done=progress.step, of=progress.total_steps or None)
+        return Row(f"[{trial.number}]", items, done=progress.step, of=progress.total_steps or None)
 
     def _note(self, result: TrialResult) -> None:
         """Count a trial that has ended, and keep the best one."""
@@ -139,10 +139,10 @@ class TrialsView:
         if is_better:
             self._best = result
 
-    def _log_of(self, plan: TrialPlan) -> Path:
+    def _log_of(self, trial: Trial) -> Path:
         """Return the log of the trial's rank 0; that of its command if no rank has opened one."""
-        log = self._folder.trial(plan.number).rank_log(0)
-        return log if log.exists() else self._folder.trial_log(plan.number)
+        log = self._folder.trial(trial.number).rank_log(0)
+        return log if log.exists() else self._folder.trial_log(trial.number)
 
 
 def _described(result: TrialResult) -> str:

@@ -21,7 +21,7 @@ from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, EXIT_WRONG_REQUEST, 
 from framework.launch.fork_server import ForkServer, running_fork_server
 from framework.launch.run_server import RunServer
 from framework.sweeps.claims import Claims
-from framework.sweeps.folder import SweepFolder, TrialPlan
+from framework.sweeps.folder import SweepFolder, Trial
 from framework.sweeps.results import REFUSED, TrialResult, read_results
 from framework.system.files import read_text
 from framework.system.run_dir import write_atomically
@@ -47,7 +47,7 @@ _BEAT_S = 2.0
 class _Running:
     """A trial that runs."""
 
-    plan: TrialPlan
+    trial: Trial
     slot: Slot
     key: str
     progress: Progress
@@ -73,7 +73,7 @@ class Worker:
         folder: SweepFolder,
         trials: Trials,
         *,
-        request_of: Callable[[TrialPlan], Request],
+        request_of: Callable[[Trial], Request],
         slots: Sequence[Slot],
         claims: Claims,
         view: TrialsView,
@@ -113,7 +113,7 @@ class Worker:
             finally:
                 parent.await_end()
                 for running in self._running.values():
-                    self._claims.release(running.plan.number)
+                    self._claims.release(running.trial.number)
         if self._stop_signal:
             return EXIT_STOPPED
         status = EXIT_RUN_FAILED if self._has_failed else 0
@@ -141,27 +141,27 @@ class Worker:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + _BEAT_S
                 self._beat(parent)
-            self._view.show([(running.plan, running.progress.latest) for running in self._running.values()])
+            self._view.show([(running.trial, running.progress.latest) for running in self._running.values()])
 
     def _start_trials(self, server: ForkServer, parent: RunServer) -> None:
         while self._free and not self._is_stopping:
-            plan = self._trials.next()
-            if plan is None:
+            trial = self._trials.next()
+            if trial is None:
                 return
             try:
-                self._start(plan, server=server, parent=parent)
+                self._start(trial, server=server, parent=parent)
             except FrameworkError as error:
-                self._ended(plan, self._refused(plan, str(error)), parent=parent)
+                self._ended(trial, self._refused(trial, str(error)), parent=parent)
 
-    def _start(self, plan: TrialPlan, *, server: ForkServer, parent: RunServer) -> None:
-        request = self._request_of(plan)
-        log = self._folder.trial_log(plan.number)
+    def _start(self, trial: Trial, *, server: ForkServer, parent: RunServer) -> None:
+        request = self._request_of(trial)
+        log = self._folder.trial_log(trial.number)
         log.parent.mkdir(exist_ok=True)
-        self._folder.refusal(plan.number).unlink(missing_ok=True)
+        self._folder.refusal(trial.number).unlink(missing_ok=True)
         slot = self._free.pop(0)
         key, progress = start_trial(request, slot=slot, log=log, parent=parent, fork_server=server)
-        self._running[key] = _Running(plan, slot, key=key, progress=progress, started=time.monotonic())
-        self._view.started(plan)
+        self._running[key] = _Running(trial, slot, key=key, progress=progress, started=time.monotonic())
+        self._view.started(trial)
 
     # Events
 
@@ -171,7 +171,7 @@ class Worker:
             return
         (running,) = [running for running in self._running.values() if running.progress is progress]
         latest = progress.latest
-        is_hopeless = self._trials.report(running.plan, step=latest.validations - 1, value=latest.validated_value)
+        is_hopeless = self._trials.report(running.trial, step=latest.validations - 1, value=latest.validated_value)
         if is_hopeless and not running.is_pruned and not self._is_stopping:
             running.is_pruned = True
             parent.kill(running.key, signal_number=signal.SIGTERM)
@@ -181,31 +181,31 @@ class Worker:
         running = self._running.pop(event["key"])
         running.progress.close()
         self._free.append(running.slot)
-        plan = running.plan
-        (result,) = read_results(self._folder, [plan])
+        trial = running.trial
+        (result,) = read_results(self._folder, [trial])
         # It may have finished before it was told to stop; or it was about to, and has recorded no end.
         if running.is_pruned and result.status in ("stopped", "interrupted", "crashed"):
-            self._folder.trial(plan.number).update_run({"status": PRUNED})
+            self._folder.trial(trial.number).update_run({"status": PRUNED})
             result = replace(result, status=PRUNED)
         if event["status"] == EXIT_WRONG_REQUEST and result.status == "waiting":
-            result = self._refused(plan, read_text(self._folder.trial_log(plan.number)).rstrip())
-        self._ended(plan, result, parent=parent)
+            result = self._refused(trial, read_text(self._folder.trial_log(trial.number)).rstrip())
+        self._ended(trial, result, parent=parent)
 
-    def _refused(self, plan: TrialPlan, message: str) -> TrialResult:
+    def _refused(self, trial: Trial, message: str) -> TrialResult:
         """Show why a trial couldn't be started, and keep it for whoever reads the results later."""
         self._view.say(shown(message))
-        file = self._folder.refusal(plan.number)
+        file = self._folder.refusal(trial.number)
         with suppress(OSError):
             file.parent.mkdir(exist_ok=True)
             write_atomically(file, message)
-        (result,) = read_results(self._folder, [plan])
+        (result,) = read_results(self._folder, [trial])
         return replace(result, status=REFUSED)
 
-    def _ended(self, plan: TrialPlan, result: TrialResult, *, parent: RunServer) -> None:
+    def _ended(self, trial: Trial, result: TrialResult, *, parent: RunServer) -> None:
         """Show how a trial ended, and go on with the sweep or not."""
-        is_restarted = self._trials.ended(plan, result) and not self._is_stopping
-        self._claims.release(plan.number)
-        self._view.ended(plan, result, is_restarted=is_restarted)
+        is_restarted = self._trials.ended(trial, result) and not self._is_stopping
+        self._claims.release(trial.number)
+        self._view.ended(trial, result, is_restarted=is_restarted)
         self._after_trial()
         if result.status in ("stopped", "interrupted"):
             self._has_stopped = True
@@ -213,7 +213,7 @@ class Worker:
             return
         self._has_failed = True
         if self._fail_fast and not self._is_stopping:
-            self._view.say(f"Trial {plan.number} failed, so the others are stopped (sweep.fail_fast=true).")
+            self._view.say(f"Trial {trial.number} failed, so the others are stopped (sweep.fail_fast=true).")
             self._stop_all(parent, signal.SIGTERM)
 
     def _on_signals(self, signals: Signals, parent: RunServer) -> None:
@@ -236,5 +236,5 @@ class Worker:
         if trouble is not None:
             self._view.say(trouble)
         for running in self._running.values():
-            if self._claims.is_lost(running.plan.number):
+            if self._claims.is_lost(running.trial.number):
                 parent.kill(running.key)

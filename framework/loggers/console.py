@@ -75,7 +75,7 @@ class ConsoleLogger(Logger):
             self._view = start_view(self._progress)
         if self._view is not None:
             self._show_start(self._view)
-        self._plan_draw()
+        self._schedule_draw()
 
     def on_train_step_end(self, info: StepInfo) -> None:
         self._last_step = info
@@ -108,7 +108,7 @@ class ConsoleLogger(Logger):
 
     # When and where to draw
 
-    def _plan_draw(self) -> None:
+    def _schedule_draw(self) -> None:
         if self._progress == "off":
             self._next_draw_s = math.inf
         elif self._view is None:
@@ -131,7 +131,7 @@ class ConsoleLogger(Logger):
             self._print(self._line(info, is_last=is_last))
         else:
             self._view.show(self._rows(info, is_last=is_last))
-        self._plan_draw()
+        self._schedule_draw()
 
     def _print(self, line: str) -> None:
         if self._progress == "off":

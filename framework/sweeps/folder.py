@@ -85,7 +85,7 @@ class SweepFolder:
                 after.write(self)
         return after
 
-    def add_trials(self, trials: Sequence[TrialPlan]) -> list[TrialPlan]:
+    def add_trials(self, trials: Sequence[Trial]) -> list[Trial]:
         """Add trials to the plan under the next free numbers, and return each as it is there. As `update`.
 
         One whose configuration a trial of the sweep has already isn't repeated: that trial is returned. The numbers
@@ -95,7 +95,7 @@ class SweepFolder:
         by_hash = _by_hash(after.trials)
         return [by_hash[trial.config_hash] for trial in trials]
 
-    def _new_trials(self, plan: SweepPlan, trials: Iterable[TrialPlan]) -> list[TrialPlan]:
+    def _new_trials(self, plan: SweepPlan, trials: Iterable[Trial]) -> list[Trial]:
         """Return the trials that the plan doesn't have, with their numbers."""
         known = _by_hash(plan.trials)
         number = max((trial.number for trial in plan.trials), default=-1)
@@ -111,8 +111,8 @@ class SweepFolder:
 
 
 @dataclass(frozen=True)
-class TrialPlan:
-    """One of a sweep's trials, as it was planned."""
+class Trial:
+    """One of a sweep's trials, as its plan lists it."""
 
     number: int
     # Those of the command that would run this trial alone.
@@ -155,7 +155,7 @@ class SweepPlan:
     over: tuple[str, ...]
     # None: a grid.
     search: SearchPlan | None
-    trials: tuple[TrialPlan, ...]
+    trials: tuple[Trial, ...]
 
     @staticmethod
     def read(folder: SweepFolder) -> SweepPlan:
@@ -408,13 +408,13 @@ def _plan(content: Mapping[str, Any], folder: SweepFolder) -> SweepPlan:
         raise ConfigError(f"{folder.sweep_file} is damaged: {error}. Restore it from a copy.") from error
 
 
-def _trial(entry: Any) -> TrialPlan:
+def _trial(entry: Any) -> Trial:
     if not isinstance(entry, dict):
         raise ValueError("one of its trials isn't an object")
     number = _value(entry, "number", int)
     if not 0 <= number < _MAX_NUMBER:
         raise ValueError("a trial has a number that is too small or too large")
-    return TrialPlan(number, _texts(entry, "overrides"), _value(entry, "config_hash", str))
+    return Trial(number, _texts(entry, "overrides"), _value(entry, "config_hash", str))
 
 
 def _search(entry: Mapping[str, Any]) -> SearchPlan:
@@ -447,9 +447,9 @@ def _value(entry: Mapping[str, Any], name: str, kind: type, *, is_optional: bool
     return value
 
 
-def _by_hash(trials: Iterable[TrialPlan]) -> dict[str, TrialPlan]:
+def _by_hash(trials: Iterable[Trial]) -> dict[str, Trial]:
     """Return the trials by their configuration, of several with the same one the first."""
-    by_hash: dict[str, TrialPlan] = {}
+    by_hash: dict[str, Trial] = {}
     for trial in trials:
         by_hash.setdefault(trial.config_hash, trial)
     return by_hash

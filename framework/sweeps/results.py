@@ -13,7 +13,7 @@ from typing import Any
 from framework.monitoring.failure import OUT_OF_MEMORY, FailureKind, RankFailure
 from framework.monitoring.report import FailureReport
 from framework.runs.record import DamagedRunError, RunRecord, read_run
-from framework.sweeps.folder import SweepFolder, TrialPlan
+from framework.sweeps.folder import SweepFolder, Trial
 from framework.system.files import read_text
 from framework.system.run_dir import RunDir, is_locked, read_object
 
@@ -61,7 +61,7 @@ class TrialResult:
         return self.score if math.isfinite(self.score) else None
 
 
-def read_results(folder: SweepFolder, trials: Sequence[TrialPlan]) -> list[TrialResult]:
+def read_results(folder: SweepFolder, trials: Sequence[Trial]) -> list[TrialResult]:
     """Return the result of each trial, in their order. trials: those of the sweep's plan."""
     results = []
     modules: dict[int, Mapping[str, Any]] = {}

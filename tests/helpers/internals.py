@@ -260,7 +260,7 @@ if TYPE_CHECKING:
         SearchPlan,
         SweepFolder,
         SweepPlan,
-        TrialPlan,
+        Trial,
         config_hash,
         find_sweep,
         newest_unfinished_sweep,

@@ -23,7 +23,7 @@ from tests.helpers.internals import (
     SearchPlan,
     SweepFolder,
     SweepPlan,
-    TrialPlan,
+    Trial,
     config_hash,
     create_run_dir,
     find_sweep,
@@ -35,20 +35,20 @@ from tests.unit.config.raw import raw_config
 ADDS_TRIALS = """
 import sys
 from pathlib import Path
-from tests.helpers.internals import SweepFolder, TrialPlan
+from tests.helpers.internals import SweepFolder, Trial
 
 folder = SweepFolder(Path(sys.argv[1]))
 for step in range(15):
-    mine = TrialPlan(0, ("seed=" + sys.argv[2],), f"{sys.argv[2]} {step}")
-    shared = TrialPlan(0, ("seed=0",), f"shared {step}")
+    mine = Trial(0, ("seed=" + sys.argv[2],), f"{sys.argv[2]} {step}")
+    shared = Trial(0, ("seed=0",), f"shared {step}")
     added = folder.add_trials([mine, shared])
     assert [trial.config_hash for trial in added] == [mine.config_hash, shared.config_hash]
 """
 
 
-def trial(number: int, *overrides: str) -> TrialPlan:
+def trial(number: int, *overrides: str) -> Trial:
     """A trial, whose overrides stand for its configuration."""
-    return TrialPlan(number, overrides, config_hash=sha256(" ".join(overrides).encode()).hexdigest())
+    return Trial(number, overrides, config_hash=sha256(" ".join(overrides).encode()).hexdigest())
 
 
 PLAN = SweepPlan(

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.internals import RunDir, TrialPlan, TrialResult, save_config
+from tests.helpers.internals import RunDir, Trial, TrialResult, save_config
 from tests.unit.config.raw import raw_config
 
 
-def plan(number: int, *overrides: str) -> TrialPlan:
-    return TrialPlan(number, ("recipe=some", *overrides), config_hash=str(number))
+def plan(number: int, *overrides: str) -> Trial:
+    return Trial(number, ("recipe=some", *overrides), config_hash=str(number))
 
 
 def write_trial(sweep: Path, number: int, **facts: Any) -> RunDir:
