@@ -58,7 +58,8 @@ from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
 
 if TYPE_CHECKING:
-    from framework.command.sweep import SavedSweep, SweepRequest
+    from framework.command.saved_sweep import SavedSweep
+    from framework.command.sweep import SweepRequest
     from framework.launch.fork_server import ForkServer
     from framework.launch.handshake import ExternalRanks
 
@@ -307,7 +308,7 @@ class _Command:
             name = typed_path(self._typed, "resume")
         if name is None:
             return None
-        from framework.command.sweep import find_saved_sweep
+        from framework.command.saved_sweep import find_saved_sweep
 
         saved = find_saved_sweep(
             name,

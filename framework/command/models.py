@@ -16,7 +16,8 @@ from typing import Any
 from framework.command.hydra_compose import split_sweep
 from framework.config.overrides import key_of, path_argument, value_of
 from framework.errors import ConfigError
-from framework.sweeps.folder import SweepFolder, SweepPlan, find_sweep, is_sweep
+from framework.sweeps.find import find_sweep, is_sweep
+from framework.sweeps.folder import SweepFolder, SweepPlan
 from framework.sweeps.results import read_results
 from framework.system.formatting import display_path, format_count
 from framework.system.run_dir import RunDir

@@ -28,7 +28,7 @@ from framework.config.saved import SavedRun, load_checkpoint, load_rerun, load_s
 from framework.config.secrets import masked_override, missing_secrets
 from framework.config.values import show
 from framework.errors import ConfigError
-from framework.sweeps.folder import is_sweep
+from framework.sweeps.find import is_sweep
 from framework.system.formatting import display_path
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import shown

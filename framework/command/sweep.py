@@ -1,4 +1,4 @@
-"""A sweep (-m): its trials are planned, checked and written to disk, then a worker runs them; a table closes it.
+"""A sweep (-m): its trials are composed, checked and written to disk, then a worker runs them; a table closes it.
 
 A sweep that is on disk is continued: what has finished is skipped, what was interrupted is resumed, and new values add
 trials. `run_sweep` does both.
@@ -9,61 +9,45 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import final
 
 from omegaconf import DictConfig
 
 from framework.checkpoint.layout import BEST
 from framework.command.hydra_compose import current_hydra, is_swept
 from framework.command.job import load_job
-from framework.command.messages import tensorboard_command
 from framework.command.models import model_override
 from framework.command.request import JobResult, Request
 from framework.command.resume import started_from
+from framework.command.saved_sweep import SavedSweep
 from framework.command.slots import Slot, make_slots
 from framework.command.sweep_plan import sweep_plan_text
+from framework.command.sweep_results import ResultsFile, print_results
 from framework.command.trials import PRUNED, GridTrials, SearchTrials, Trials, needs_work
-from framework.command.trust import why_not_owned
 from framework.command.words import is_of_sweeps
 from framework.command.worker import Worker
 from framework.config.parse import parse
-from framework.config.saved import is_run, key_of, load_checkpoint, load_saved, path_argument, resume_argument
+from framework.config.saved import is_run, key_of, load_checkpoint, load_saved, path_argument
 from framework.config.schema import Config, Node, SweepConfig
 from framework.errors import EXIT_STOPPED, ConfigError
 from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import ExternalRanks
 from framework.sweeps.claims import Claims
-from framework.sweeps.evaluations import evaluations_csv, evaluations_text, read_evaluations
-from framework.sweeps.folder import (
-    SWEEPS,
-    SearchPlan,
-    SweepFolder,
-    SweepPlan,
-    Trial,
-    config_hash,
-    find_sweep,
-    newest_unfinished_sweep,
-)
+from framework.sweeps.folder import SearchPlan, SweepFolder, SweepPlan, Trial, config_hash
 from framework.sweeps.ranking import best_trial, ranked_rows
-from framework.sweeps.results import TrialResult, read_results
+from framework.sweeps.results import read_results
 from framework.sweeps.search import OptunaSearch, SearchSettings
 from framework.sweeps.space import Space, split_space
-from framework.sweeps.table import best_text, csv_text, table_text
-from framework.system.formatting import display_path, format_count, format_facts
+from framework.system.formatting import display_path, format_count
 from framework.system.output import answer
-from framework.system.run_dir import RunDir, create_run_dir, is_locked, write_atomically
+from framework.system.run_dir import RunDir, create_run_dir, is_locked
 
 # How long the processes of a worker that was killed may take to end.
 _LEAVE_S = 15.0
-# results.csv is written so often at most.
-_RESULTS_EVERY_S = 10.0
 
 
 def check_sweep(settings: DictConfig, *, external_ranks: ExternalRanks | None) -> None:
@@ -86,51 +70,6 @@ def check_sweep(settings: DictConfig, *, external_ranks: ExternalRanks | None) -
             f"hydra/sweeper={sweeper} can't be used: a sweep is a grid, or a search by Optuna. Type sweep=optuna "
             "sweep.n_trials=40 instead."
         )
-
-
-@dataclass(frozen=True)
-class SavedSweep:
-    """A sweep on disk."""
-
-    folder: SweepFolder
-    plan: SweepPlan
-
-
-def find_saved_sweep(name: str, *, outputs: Callable[[], Sequence[Path]], is_trusted: bool) -> SavedSweep | None:
-    """Return the sweep that `resume=NAME` names; None if NAME is `auto` and none is unfinished.
-
-    Raises ConfigError if there is none of this name, if it can't be read, or if it isn't known to be the user's.
-
-    Args:
-        outputs: returns the folders in which `auto` looks.
-        is_trusted: the user has typed trust=true.
-    """
-    if name == "auto":
-        return _newest_unfinished(outputs())
-    folder = find_sweep(name)
-    reason = why_not_owned(folder.path)
-    if reason is not None and not is_trusted:
-        raise ConfigError(
-            f"{display_path(folder.path)} isn't known to be yours: {reason}. Its trials would run what its sweep.json "
-            "says. Read it, then type trust=true."
-        )
-    return SavedSweep(folder, SweepPlan.read_with_secrets(folder))
-
-
-def _newest_unfinished(outputs: Sequence[Path]) -> SavedSweep | None:
-    """Return the newest unfinished sweep in these folders, or None; print which."""
-    for place in outputs:
-        folder = newest_unfinished_sweep(place, is_own=_is_own)
-        if folder is not None:
-            print(f"resume=auto: {display_path(folder.path)}", file=sys.stderr, flush=True)
-            return SavedSweep(folder, SweepPlan.read_with_secrets(folder))
-    sweeps = display_path(outputs[0] / SWEEPS)
-    print(f"resume=auto: no unfinished sweep in {sweeps}; a new one begins", file=sys.stderr, flush=True)
-    return None
-
-
-def _is_own(folder: SweepFolder) -> bool:
-    return why_not_owned(folder.path, checks_writers=False) is None
 
 
 # What is to be run
@@ -420,14 +359,14 @@ def _run(
         slots=slots,
         claims=claims,
         view=view,
-        after_trial=_ResultsFile(folder).write_if_due,
+        after_trial=ResultsFile(folder).write_if_due,
         fail_fast=settings.fail_fast,
     )
     try:
         status = worker.run(asked.fork_server)
     finally:
         view.close()
-        _print_results(folder, SweepPlan.read(folder))
+        print_results(folder, SweepPlan.read(folder))
     if status != EXIT_STOPPED and settings.test == "best" and load_job(plan.job).trains:
         status = _test_best(asked, folder, SweepPlan.read(folder)) or status
     return status
@@ -457,57 +396,6 @@ def _wait_until_left(run_dir: RunDir) -> None:
     deadline = time.monotonic() + _LEAVE_S
     while is_locked(run_dir) and time.monotonic() < deadline:
         time.sleep(0.1)
-
-
-def _print_results(folder: SweepFolder, plan: SweepPlan) -> None:
-    """Print the table and what can be done next; write results.csv."""
-    results = read_results(folder, plan.trials)
-    rows = ranked_rows(results, over=plan.over, mode=plan.mode)
-    width = shutil.get_terminal_size().columns
-    if plan.job == "eval":
-        models = read_evaluations(results)
-        table = evaluations_text(models, monitor=plan.monitor, mode=plan.mode, width=width)
-    else:
-        table = table_text(rows, monitor=plan.monitor, over=plan.over, width=width)
-    print(f"\n{table}")
-    _write_results(folder, plan, results)
-    facts = [("results", display_path(folder.results_file))]
-    if any(folder.trial(result.number).event_files for result in results):
-        facts.append(("curves", tensorboard_command(folder.path)))
-    if any(needs_work(result, retries_failed=False) for result in results):
-        facts.append(("resume", f"python -m framework -m {resume_argument(display_path(folder.path))}"))
-    print("")
-    if load_job(plan.job).trains:
-        best = best_text(rows, mode=plan.mode)
-        if best:
-            print(best)
-    print(format_facts(facts), flush=True)
-
-
-def _write_results(folder: SweepFolder, plan: SweepPlan, results: Sequence[TrialResult]) -> None:
-    """Write results.csv. A full disk, say, ends no sweep: it can be written again from the trials."""
-    if plan.job == "eval":
-        content = evaluations_csv(read_evaluations(results))
-    else:
-        content = csv_text(results, monitor=plan.monitor)
-    with suppress(OSError):
-        write_atomically(folder.results_file, content)
-
-
-@final
-class _ResultsFile:
-    """Keeps results.csv up to date while trials run, at most every few seconds: many trials take time to read."""
-
-    def __init__(self, folder: SweepFolder) -> None:
-        self._folder = folder
-        self._next_s = 0.0
-
-    def write_if_due(self) -> None:
-        if time.monotonic() < self._next_s:
-            return
-        plan = SweepPlan.read(self._folder)
-        _write_results(self._folder, plan, read_results(self._folder, plan.trials))
-        self._next_s = time.monotonic() + _RESULTS_EVERY_S
 
 
 def _test_best(asked: SweepRequest, folder: SweepFolder, plan: SweepPlan) -> int:

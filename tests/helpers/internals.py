@@ -256,15 +256,8 @@ if TYPE_CHECKING:
     from framework.sweeps import claims as claims_module
     from framework.sweeps import search as search_module
     from framework.sweeps.claims import Claim, Claims, exclusive
-    from framework.sweeps.folder import (
-        SearchPlan,
-        SweepFolder,
-        SweepPlan,
-        Trial,
-        config_hash,
-        find_sweep,
-        newest_unfinished_sweep,
-    )
+    from framework.sweeps.find import find_sweep, newest_unfinished_sweep
+    from framework.sweeps.folder import SearchPlan, SweepFolder, SweepPlan, Trial, config_hash
     from framework.sweeps.ranking import Row, best_trial, ranked_rows
     from framework.sweeps.results import TrialResult, read_results
     from framework.sweeps.search import Asked, OptunaSearch, SearchSettings, importances
