@@ -253,19 +253,20 @@ class SearchTrials:
 
     def _take_result(self, row: _Row, result: TrialResult) -> None:
         """Note how a trial of a row has ended; tell the search if it was the last one."""
-        if result.final_score is not None:
-            row.scores.append(result.final_score)
-        elif result.status in ("stopped", "interrupted"):
-            # For the command that continues the sweep.
+        if result.status in ("stopped", "interrupted"):
+            # It is left for the command that continues the sweep.
             self._leave(row)
             return
-        else:
+        if result.final_score is None:
             state: End = "pruned" if result.status == PRUNED else "failed"
             self._tell(row, value=None, state=state)
             return
+
+        row.scores.append(result.final_score)
         if len(row.scores) == len(row.requests):
             self._tell(row, value=fmean(row.scores), state="finished")
         elif len(row.scores) == 1 and row.index in self._rows:
+            # The first trial has survived, so the others start.
             self._waiting += [(row, position) for position in range(1, len(row.requests))]
 
     def _tell(self, row: _Row, *, value: float | None, state: End) -> None:

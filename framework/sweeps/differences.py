@@ -78,12 +78,13 @@ def told_apart(rows: Sequence[Scores], *, best: int) -> dict[int, bool]:
     max_df = _df_of_all(rows)
 
     p_values: dict[int, float] = {}
-    for pair, difference in differences.items():
-        if best not in pair:
+    for (one, other), difference in differences.items():
+        if best not in (one, other):
             continue
+        row = other if one == best else one
         p = _p_value(difference, prior, max_df=max_df)
         if p is not None:
-            p_values[sum(pair) - best] = p
+            p_values[row] = p
     return _step_down(p_values)
 
 

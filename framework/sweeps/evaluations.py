@@ -43,28 +43,33 @@ class EvaluatedModel:
 
 def read_evaluations(results: Sequence[TrialResult]) -> list[EvaluatedModel]:
     """Return the models that a sweep evaluates. Evaluations of a model that differ in the part only are one of them."""
-    groups: dict[tuple[str, ...], list[TrialResult]] = {}
+    of_models: dict[tuple[str, ...], list[TrialResult]] = {}
     for result in results:
-        key = tuple(text for text in result.overrides if key_of(text) != "eval.part")
-        groups.setdefault(key, []).append(result)
-    models = []
-    for overrides, group in groups.items():
-        metrics: dict[str, float] = {}
-        checkpoint = None
-        for result in group:
-            found, values = _evaluated(result.run)
-            checkpoint = checkpoint or found
-            metrics |= values
-        models.append(
-            EvaluatedModel(
-                checkpoint=checkpoint,
-                overrides=tuple(text for text in overrides if key_of(text) != "checkpoint.path"),
-                metrics=metrics,
-                statuses=tuple(f"{each.status}: {each.cause}" if each.cause else each.status for each in group),
-                trials=tuple(each.number for each in group),
-            )
-        )
-    return models
+        without_part = tuple(text for text in result.overrides if key_of(text) != "eval.part")
+        of_models.setdefault(without_part, []).append(result)
+    return [_model(overrides, evaluations) for overrides, evaluations in of_models.items()]
+
+
+def _model(overrides: Sequence[str], evaluations: Sequence[TrialResult]) -> EvaluatedModel:
+    """Return one model. overrides: those that its evaluations have in common."""
+    checkpoint = None
+    metrics: dict[str, float] = {}
+    statuses = []
+    for evaluation in evaluations:
+        recorded_checkpoint, values = _evaluated(evaluation.run)
+        checkpoint = checkpoint or recorded_checkpoint
+        metrics |= values
+        status = evaluation.status
+        if evaluation.cause:
+            status = f"{status}: {evaluation.cause}"
+        statuses.append(status)
+    return EvaluatedModel(
+        checkpoint=checkpoint,
+        overrides=tuple(text for text in overrides if key_of(text) != "checkpoint.path"),
+        metrics=metrics,
+        statuses=tuple(statuses),
+        trials=tuple(evaluation.number for evaluation in evaluations),
+    )
 
 
 def _evaluated(run: Path) -> tuple[Path | None, Mapping[str, float]]:

@@ -73,15 +73,18 @@ def ranked_rows(results: Sequence[TrialResult], *, over: Collection[str], mode: 
     rows = _rows(results, over=over)
     with_mean = [(row.mean, row) for row in rows if row.mean is not None]
     with_mean.sort(key=lambda item: item[0], reverse=mode == "max")
-    verdicts = told_apart([row.scores for _, row in with_mean], best=0)
+    is_told_apart = told_apart([row.scores for _, row in with_mean], best=0)
 
     ranked: list[Row] = []
     rank = 1
+    mean_of_rank = None
     for index, (mean, row) in enumerate(with_mean):
-        if mean != with_mean[rank - 1][0]:
+        if mean != mean_of_rank:
             rank = index + 1
-        is_told_apart = verdicts.get(index)
-        is_tied = None if is_told_apart is None else not is_told_apart
+            mean_of_rank = mean
+        is_tied = None
+        if index in is_told_apart:
+            is_tied = not is_told_apart[index]
         ranked.append(replace(row, rank=rank, is_tied=is_tied))
     return ranked + [row for row in rows if row.mean is None]
 
