@@ -126,18 +126,15 @@ def _unreadable(text: str) -> str:
 def _override_mistakes(
     overrides: Sequence[tuple[Phrase, Override]], loader: Any, *, groups: Mapping[str, Sequence[str]], is_sweep: bool
 ) -> Iterator[str]:
-    # Choices without a mistake are composed, so that the keys are known.
+    """Yield the mistakes of overrides that can be read: of choices of options first, then of keys, then of values."""
+    # Choices without a mistake: they are composed below, so that the keys are known.
     choices: list[str] = []
     key_overrides: list[tuple[Phrase, Override]] = []
     is_search = any(override.key_or_group in ("sweep", "sweep.sampler") for _, override in overrides)
     for phrase, override in overrides:
+        yield from _mistakes_of_several_values(phrase.override, override, is_sweep=is_sweep, is_search=is_search)
         group = override.key_or_group
         is_swept = override.is_sweep_override()
-        if override.is_interval_sweep():
-            if not is_search:
-                yield f"{phrase.override}: {_needs_search(group)}"
-        elif is_swept and not is_sweep:
-            yield f"{phrase.override}: several values start several runs, which needs -m.{_one_value(override)}"
         if group.startswith("hydra") or (override.is_delete() and group in groups):
             continue
         if group not in groups or (not is_swept and isinstance(override.value(), dict)):
@@ -160,6 +157,8 @@ def _override_mistakes(
     raw: Any = OmegaConf.to_container(composed, resolve=False)
     # Its keys are those of the command, not of the experiment.
     del raw["hydra"]
+
+    # Overrides whose keys are right.
     right: list[Override] = []
     for phrase, override in key_overrides:
         mistakes = list(_key_mistakes(phrase, override, raw, groups=groups))
@@ -171,6 +170,15 @@ def _override_mistakes(
         elif not mistakes and not override.is_sweep_override():
             right.append(override)
     yield from _value_mistakes(choices, right)
+
+
+def _mistakes_of_several_values(text: str, override: Override, *, is_sweep: bool, is_search: bool) -> Iterator[str]:
+    """Yield why an override can't have several values, or a range, in this command."""
+    if override.is_interval_sweep():
+        if not is_search:
+            yield f"{text}: {_needs_search(override.key_or_group)}"
+    elif override.is_sweep_override() and not is_sweep:
+        yield f"{text}: several values start several runs, which needs -m.{_one_value(override)}"
 
 
 def _value_mistakes(choices: Sequence[str], right: Sequence[Override]) -> Iterator[str]:
