@@ -120,14 +120,14 @@ def run_sweep(asked: SweepRequest) -> JobResult:
     if asked.saved is None or asked.adds_trials:
         combinations = asked.combine(asked.overrides)
     requests = asked.compose_trials(combinations)
+    if not requests and (asked.saved is None or asked.common.job == "plan"):
+        raise ConfigError("The sweep has no trials: one of its ranges is empty.")
     if asked.common.job == "plan":
         answer(sweep_plan_text(requests, asked.settings))
         return JobResult(0)
 
     left = _left_of(asked, known={config_hash(request.raw) for request in requests})
     runnable = [*requests, *left]
-    if not runnable and asked.saved is None:
-        raise ConfigError("The sweep has no trials: one of its ranges is empty.")
     _check_outputs(runnable)
     slots = _slots(asked, runnable, count=len(runnable))
     folder, plan = _written(asked, requests)

@@ -41,8 +41,8 @@ def start_trial(
         parent: forks the process.
         fork_server: what the trial's ranks are forked from.
     """
-    reading_end, writing_end = os.pipe()
     with fork_server.share() as connection:
+        reading_end, writing_end = os.pipe()
         child = Child(
             "framework.command.trial:run_trial",
             {"request": replace(request, fork_server=None), "defaults": dict(fork_server.defaults)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from statistics import fmean
 from typing import Protocol, final
 
 from framework.command.request import Request
+from framework.errors import RequestError
 from framework.sweeps.claims import Claims
 from framework.sweeps.folder import SweepFolder, Trial, config_hash
 from framework.sweeps.results import REFUSED, TrialResult, read_results
@@ -162,6 +164,8 @@ class SearchTrials:
         self._failures: Counter[int] = Counter()
         # The rows that this worker runs, by their index.
         self._rows: dict[int, _Row] = {}
+        # The rows of which a trial was stopped, for the command that continues the sweep.
+        self._stopped: set[int] = set()
         # Trials that have yet to be started: rows, and positions in them.
         self._waiting: list[tuple[_Row, int]] = []
         # The rows of the trials that run, by the number of the trial.
@@ -178,7 +182,9 @@ class SearchTrials:
         return trial
 
     def is_complete(self) -> bool:
-        return self._is_exhausted and not self._rows and not self._search.open_trials()
+        if not self._is_exhausted or self._rows:
+            return False
+        return all(asked.index in self._stopped for asked in self._search.open_trials())
 
     def report(self, trial: Trial, *, step: int, value: float) -> bool:
         row = self._row_of[trial.number]
@@ -212,7 +218,9 @@ class SearchTrials:
     def _take_row(self) -> bool:
         """Begin another row, one that a worker has left or a new one; return False if there is none."""
         for asked in self._search.open_trials():
-            if asked.index not in self._rows and self._claims.take(_key_of(asked)) is not None:
+            if asked.index in self._rows or asked.index in self._stopped:
+                continue
+            if self._claims.take(_key_of(asked)) is not None:
                 self._begin(asked)
                 return True
         if self._is_exhausted:
@@ -228,8 +236,16 @@ class SearchTrials:
         return True
 
     def _begin(self, asked: Asked) -> None:
-        row = _Row(asked.index, self._compose(asked.overrides), trials={}, scores=[])
+        row = _Row(asked.index, [], trials={}, scores=[])
         self._rows[asked.index] = row
+        try:
+            row.requests = self._compose(asked.overrides)
+        except RequestError as error:
+            # Each value was checked alone, and these exclude each other.
+            chosen = " ".join(asked.overrides)
+            print(f"The search counts {chosen} as failed: {error}", file=sys.stderr, flush=True)
+            self._tell(row, value=None, state="failed")
+            return
         self._waiting.append((row, 0))
 
     def _trial_to_run(self, row: _Row, position: int) -> Trial | None:
@@ -255,6 +271,7 @@ class SearchTrials:
         """Note how a trial of a row has ended; tell the search if it was the last one."""
         if result.status in ("stopped", "interrupted"):
             # It is left for the command that continues the sweep.
+            self._stopped.add(row.index)
             self._leave(row)
             return
         if result.final_score is None:

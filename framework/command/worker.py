@@ -17,7 +17,13 @@ from framework.command.request import Request
 from framework.command.slots import Slot
 from framework.command.trial import Progress, start_trial
 from framework.command.trials import PRUNED, Trials, has_failed
-from framework.errors import EXIT_RUN_FAILED, EXIT_STOPPED, EXIT_WRONG_REQUEST, FrameworkError
+from framework.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_RUN_FAILED,
+    EXIT_STOPPED,
+    EXIT_WRONG_REQUEST,
+    FrameworkError,
+)
 from framework.launch.fork_server import ForkServer, running_fork_server
 from framework.launch.run_server import RunServer
 from framework.sweeps.claims import Claims
@@ -26,7 +32,7 @@ from framework.sweeps.results import REFUSED, TrialResult, read_results
 from framework.system.files import read_text
 from framework.system.run_dir import write_atomically
 from framework.system.shown_text import shown
-from framework.system.signals import Signals, catching_signals
+from framework.system.signals import STOP_SIGNALS, Signals, catching_signals
 
 if TYPE_CHECKING:
     from framework.command.trials_view import TrialsView
@@ -41,6 +47,8 @@ _PRELOAD = (
 )
 # How often the worker looks for trials that another one has left, and shows that it is alive.
 _BEAT_S = 2.0
+# How the process of a trial ends that was told to stop, also before it could see to the signal.
+_STOPPED = (EXIT_STOPPED, EXIT_INTERRUPTED, *(-number for number in STOP_SIGNALS))
 
 
 @dataclass
@@ -158,8 +166,10 @@ class Worker:
         log = self._folder.trial_log(trial.number)
         log.parent.mkdir(exist_ok=True)
         self._folder.refusal(trial.number).unlink(missing_ok=True)
-        slot = self._free.pop(0)
+        slot = self._free[0]
         key, progress = start_trial(request, slot=slot, log=log, parent=parent, fork_server=server)
+        # Not before: the place stays free if the trial can't be started.
+        del self._free[0]
         self._running[key] = _Running(trial, slot, key=key, progress=progress, started=time.monotonic())
         self._view.started(trial)
 
@@ -187,8 +197,14 @@ class Worker:
         if running.is_pruned and result.status in ("stopped", "interrupted", "crashed"):
             self._folder.trial(trial.number).update_run({"status": PRUNED})
             result = replace(result, status=PRUNED)
-        if event["status"] == EXIT_WRONG_REQUEST and result.status == "waiting":
+        if result.status in ("waiting", "crashed") and event["status"] in _STOPPED:
+            # It was stopped before it had recorded anything.
+            result = replace(result, status="stopped")
+        elif result.status == "waiting" and event["status"] == EXIT_WRONG_REQUEST:
             result = self._refused(trial, read_text(self._folder.trial_log(trial.number)).rstrip())
+        elif result.status == "waiting":
+            # It was killed, or failed, before it had a run directory.
+            result = replace(result, status="crashed")
         self._ended(trial, result, parent=parent)
 
     def _refused(self, trial: Trial, message: str) -> TrialResult:

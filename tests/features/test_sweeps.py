@@ -175,6 +175,8 @@ def test_a_sweep_whose_recipe_has_changed_is_not_continued(sweep, tmp_path):
     ("typed", "expected"),
     [
         (["optimizer.lr=0.1,abc"], "optimizer.lr=abc: must be a number"),
+        (["seed=range(0)"], "one of its ranges is empty"),
+        (["seed=range(0)", "job=plan"], "one of its ranges is empty"),
         (["seed=1,2", "sweep.jobs=1,2"], "settings of the sweep itself can't be swept over"),
         (["seed=1,2", "sweep.n_trials=3"], "sweep.n_trials=3 is for a search"),
         (["seed=1,2", "sweep.share_gpus=2"], "these run on the CPU"),
@@ -272,6 +274,14 @@ def test_a_search_goes_on_after_a_failed_trial(sweep, tmp_path):
     again = sweep(f"resume={folder}")
     assert len(statuses(folder)) == len(ended)
     assert "running" not in again.out
+
+
+def test_a_search_goes_on_after_values_that_exclude_each_other(sweep, tmp_path):
+    keys = ("data.loader=auto,resident", "data.num_workers=0,1", "sweep.pruner=null")
+    answer = sweep("recipe=toy", *SHORT, "sweep=optuna", "sweep.n_trials=12", "sweep.jobs=1", *keys)
+    assert answer.status == 0, answer.err
+    assert "The search counts data.loader=resident data.num_workers=1 as failed" in answer.err
+    assert set(statuses(sweep_folder(tmp_path))) == {"finished"}
 
 
 def test_the_report_of_a_search_says_which_keys_mattered(sweep, tmp_path):
