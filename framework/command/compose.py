@@ -301,17 +301,20 @@ class _Command:
 
         Raises ConfigError if there is no such sweep, or it isn't known to be the user's.
         """
-        name = typed_path(self._typed, "sweep.worker")
+        key = "sweep.worker"
+        name = typed_path(self._typed, key)
         if name is not None:
             self._is_sweep = True
         elif self._is_sweep:
-            name = typed_path(self._typed, "resume")
+            key = "resume"
+            name = typed_path(self._typed, key)
         if name is None:
             return None
         from framework.command.saved_sweep import find_saved_sweep
 
         saved = find_saved_sweep(
             name,
+            key=key,
             outputs=lambda: own_outputs(self._typed, compose=self._compose_raw),
             is_trusted=is_trusted(self._typed),
         )
@@ -364,7 +367,7 @@ class _Command:
             combine=combine,
             compose_trials=compose_trials,
             saved=saved,
-            adds_trials=any(not is_of_sweeps(text) for text in self._changes),
+            changes=tuple(self._changes),
             typed=tuple(text for text in asked if key_of(text) not in ("resume", "sweep.worker", "sweep.retry")),
             arguments=tuple(self._arguments),
             search_path=self._search_path,

@@ -56,6 +56,11 @@ def place(
         _check_several_nodes(config, is_swept=is_swept)
     if topology.nnodes == 1 and external_ranks is None:
         _check_one_node(config, launcher)
+    if is_swept and launcher.runs_in_command:
+        raise ConfigError(
+            f"launcher={launcher.name} is for a debugger, and the trials of a sweep have no terminal. Leave it out; to "
+            "debug a trial, type its values without -m."
+        )
     backend = _backend(config, topology)
     return Placement(launcher, topology, backend)
 

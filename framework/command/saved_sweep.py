@@ -22,18 +22,21 @@ class SavedSweep:
     plan: SweepPlan
 
 
-def find_saved_sweep(name: str, *, outputs: Callable[[], Sequence[Path]], is_trusted: bool) -> SavedSweep | None:
-    """Return the sweep that `resume=NAME` names; None if NAME is `auto` and none is unfinished.
+def find_saved_sweep(
+    name: str, *, key: str, outputs: Callable[[], Sequence[Path]], is_trusted: bool
+) -> SavedSweep | None:
+    """Return the sweep that `resume=NAME` or `sweep.worker=NAME` names; None for `resume=auto` if none is unfinished.
 
     Raises ConfigError if there is none of this name, if it can't be read, or if it isn't known to be the user's.
 
     Args:
+        key: `resume` or `sweep.worker`.
         outputs: returns the folders in which `auto` looks.
         is_trusted: the user has typed trust=true.
     """
-    if name == "auto":
+    if name == "auto" and key == "resume":
         return _newest_unfinished(outputs())
-    folder = find_sweep(name)
+    folder = find_sweep(name, key=key)
     reason = why_not_owned(folder.path)
     if reason is not None and not is_trusted:
         raise ConfigError(

@@ -31,21 +31,37 @@ from framework.command.trials import PRUNED, GridTrials, SearchTrials, Trials, n
 from framework.command.words import is_of_sweeps
 from framework.command.worker import Worker
 from framework.config.parse import parse
-from framework.config.saved import is_run, key_of, load_checkpoint, load_saved, path_argument
+from framework.config.saved import (
+    is_run,
+    key_of,
+    load_checkpoint,
+    load_saved,
+    merge_overrides,
+    path_argument,
+)
 from framework.config.schema import Config, Node, SweepConfig
 from framework.errors import EXIT_STOPPED, ConfigError
 from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import ExternalRanks
 from framework.sweeps.claims import Claims
-from framework.sweeps.folder import SearchPlan, SweepFolder, SweepPlan, Trial, config_hash
+from framework.sweeps.folder import (
+    SearchPlan,
+    SweepFolder,
+    SweepPlan,
+    Trial,
+    config_hash,
+    hidden_differences,
+)
 from framework.sweeps.ranking import best_trial, ranked_rows
-from framework.sweeps.results import read_results
+from framework.sweeps.results import FINISHED, read_results
 from framework.sweeps.search import OptunaSearch, SearchSettings
 from framework.sweeps.space import Space, split_space
 from framework.system.formatting import display_path, format_count
 from framework.system.output import answer
-from framework.system.run_dir import RunDir, create_run_dir, is_locked
+from framework.system.run_dir import RunDir, create_run_dir, is_locked, read_object
 
+# What a worker claims to evaluate the best trial.
+_TEST = "test"
 # How long the processes of a worker that was killed may take to end.
 _LEAVE_S = 15.0
 
@@ -89,8 +105,8 @@ class SweepRequest:
     compose_trials: Callable[[Sequence[Sequence[str]]], list[Request]]
     # The sweep on disk that the command continues; None: it begins one.
     saved: SavedSweep | None
-    # If what is typed may add trials to it.
-    adds_trials: bool
+    # What is typed apart from which sweep it is, by which a sweep that is continued may change.
+    changes: tuple[str, ...]
     # What is typed, and for a sweep that is continued, what was typed before.
     typed: tuple[str, ...]
     # The arguments of the command.
@@ -102,6 +118,11 @@ class SweepRequest:
     def settings(self) -> SweepConfig:
         return self.common.sweep
 
+    @property
+    def adds_trials(self) -> bool:
+        """Return True if what is typed may add trials to the sweep that is continued."""
+        return any(not is_of_sweeps(text) for text in self.changes)
+
 
 def run_sweep(asked: SweepRequest) -> JobResult:
     """Plan the trials, run those that are left, print the table; return the exit status of the command.
@@ -109,6 +130,7 @@ def run_sweep(asked: SweepRequest) -> JobResult:
     Raises FrameworkError for a mistake in any trial, before the first one starts.
     """
     _refuse_swept_settings(asked)
+    _check_over(asked)
     if asked.settings.sampler is not None:
         return JobResult(_search(asked, asked.settings.sampler))
     if asked.settings.n_trials is not None:
@@ -122,6 +144,7 @@ def run_sweep(asked: SweepRequest) -> JobResult:
     requests = asked.compose_trials(combinations)
     if not requests and (asked.saved is None or asked.common.job == "plan"):
         raise ConfigError("The sweep has no trials: one of its ranges is empty.")
+    _check_told_apart(requests)
     if asked.common.job == "plan":
         answer(sweep_plan_text(requests, asked.settings))
         return JobResult(0)
@@ -140,29 +163,79 @@ def _refuse_swept_settings(asked: SweepRequest) -> None:
             raise ConfigError(f"{text}: settings of the sweep itself can't be swept over. Give it one value.")
 
 
+def _check_over(asked: SweepRequest) -> None:
+    """Raise ConfigError if `sweep.over` is typed and names keys that the sweep has one value of."""
+    typed = [text for text in asked.changes if key_of(text) == "sweep.over"]
+    if not typed:
+        return
+    if asked.saved is not None:
+        before = asked.saved.plan.over
+        if asked.settings.over != before:
+            raise ConfigError(f"{typed[-1]}: the sweep began with sweep.over=[{','.join(before)}]. Leave it out.")
+        return
+    swept = {key_of(text) for text in asked.overrides if is_swept(text)}
+    for key in asked.settings.over:
+        if key not in swept:
+            raise ConfigError(
+                f"{typed[-1]}: {key} has one value in all trials, so there is nothing to average over. Type several "
+                f"values, such as {key}=1,2,3, or leave it out."
+            )
+
+
+def _check_told_apart(requests: Sequence[Request]) -> None:
+    """Raise ConfigError for trials that differ only in what is masked: no table or file could tell them apart."""
+    by_hash: dict[str, Request] = {}
+    for request in requests:
+        first = by_hash.setdefault(config_hash(request.raw), request)
+        keys = []
+        if first is not request:
+            keys = hidden_differences(first.raw, request.raw)
+        if keys:
+            raise ConfigError(
+                f"Trials differ only in {', '.join(keys)}, whose values are hidden as passwords or tokens in every "
+                "table and file, so the trials couldn't be told apart. Give it one value, or another name."
+            )
+
+
 def _left_of(asked: SweepRequest, *, known: set[str]) -> list[Request]:
     """Return the requests of the saved sweep's unfinished trials, apart from those with a known hash.
 
-    Raises ConfigError if a trial would be another one today.
+    Raises ConfigError if a trial would be another one today. If trials are added, finished ones count: they are
+    compared.
     """
     if asked.saved is None:
         return []
     folder = asked.saved.folder
-    trials = asked.saved.plan.trials
+    trials = [trial for trial in asked.saved.plan.trials if trial.config_hash not in known]
     retries_failed = asked.settings.retry == "failed"
-    left = []
+    left = set()
     for trial, result in zip(trials, read_results(folder, trials), strict=True):
-        if trial.config_hash not in known and needs_work(result, retries_failed=retries_failed):
-            left.append(trial)
-    requests = asked.compose_trials([trial.overrides for trial in left])
-    for trial, request in zip(left, requests, strict=True):
-        if config_hash(request.raw) != trial.config_hash:
-            raise ConfigError(
-                f"Trial {trial.number} of {display_path(folder.path)} would have another configuration today than when "
-                "the sweep began: a recipe, or another file that it is composed of, has changed.\n"
-                "Restore it, or start a new sweep."
-            )
-    return requests
+        if needs_work(result, retries_failed=retries_failed):
+            left.add(trial.number)
+    if not (asked.adds_trials and load_job(asked.saved.plan.job).trains):
+        trials = [trial for trial in trials if trial.number in left]
+    requests = asked.compose_trials([trial.overrides for trial in trials])
+    for trial, request in zip(trials, requests, strict=True):
+        _check_unchanged(trial, request, folder=folder)
+    return [request for trial, request in zip(trials, requests, strict=True) if trial.number in left]
+
+
+def _check_unchanged(trial: Trial, request: Request, *, folder: SweepFolder, typed: Sequence[str] = ()) -> None:
+    """Raise ConfigError if a trial would be another one today.
+
+    Args:
+        request: what composes now for it.
+        typed: what is typed now that could be the reason.
+    """
+    if config_hash(request.raw) == trial.config_hash:
+        return
+    reason = "a recipe, or another file that it is composed of, has changed.\nRestore it, or start a new sweep."
+    if typed:
+        reason = f"{' '.join(typed)} changes it, or a file has changed.\nLeave it out, or start a new sweep."
+    raise ConfigError(
+        f"Trial {trial.number} of {display_path(folder.path)} would have another configuration today than when the "
+        f"sweep began: {reason}"
+    )
 
 
 def _check_outputs(requests: Sequence[Request]) -> None:
@@ -224,7 +297,7 @@ def _created(
 
 def _search(asked: SweepRequest, sampler: Node) -> int:
     """Run a search, a new one or one that is continued; return the exit status."""
-    over = [text for text in asked.overrides if key_of(text) in asked.settings.over and is_swept(text)]
+    over = _swept_over(asked.overrides, keys=asked.settings.over)
     others = [text for text in asked.overrides if text not in over and not key_of(text).startswith("hydra")]
     fixed, space = split_space(others, loader=current_hydra().config_loader)
     blocks = asked.combine(over) if over else [[]]
@@ -237,24 +310,70 @@ def _search(asked: SweepRequest, sampler: Node) -> int:
     candidates = []
     for chosen in space.samples():
         candidates += compose(chosen)
+    _check_told_apart(candidates)
     if asked.common.job == "plan":
         raise ConfigError("job=plan shows the trials of a grid, and those of a search aren't known before they run.")
     count = settings.n_trials * len(blocks)
     slots = _slots(asked, candidates[: len(blocks)], count=count)
     if asked.saved is None:
         folder, plan = _created(asked, candidates[0], trials=(), search=settings.plan())
+        search = OptunaSearch(settings, folder)
     else:
         folder = asked.saved.folder
-        settings.check_continues(asked.saved.plan)
-        plan = folder.update(lambda saved: replace(saved, search=settings.plan()))
+        search = OptunaSearch(settings, folder)
+        search.check_total()
+        _check_search_unchanged(asked, asked.saved.plan, fixed=fixed, space=space, folder=folder)
+        plan = folder.update(lambda saved: _with_settings(saved, settings, changes=asked.changes))
     claims = _claims_of(folder)
-    trials = SearchTrials(
-        folder, OptunaSearch(settings, folder), claims=claims, compose=compose, retries=asked.settings.retries
-    )
+    trials = SearchTrials(folder, search, claims=claims, compose=compose, retries=asked.settings.retries)
     print(f"A search of {format_count(count, 'trial')} in {display_path(folder.path)}{_at_a_time(slots)}", flush=True)
     return _run(
         asked, folder, plan, trials=trials, claims=claims, slots=slots, requests=trials.requests, common=set(fixed)
     )
+
+
+def _check_search_unchanged(
+    asked: SweepRequest, plan: SweepPlan, *, fixed: Sequence[str], space: Space, folder: SweepFolder
+) -> None:
+    """Raise ConfigError if trials to come can't be compared with those that the search has had.
+
+    Args:
+        plan: that of the search so far.
+        fixed: the overrides that all trials to come have.
+    """
+    over_before = _swept_over(plan.overrides, keys=plan.over)
+    over = _swept_over(asked.typed, keys=plan.over)
+    if over != over_before:
+        raise ConfigError(
+            f"The search has compared {_compared(over_before)} so far, and not {_compared(over)}. Type the same to "
+            "continue it, or start another sweep."
+        )
+    drawn = {*map(key_of, over), *map(key_of, space.dimensions)}
+    typed = [text for text in asked.changes if not is_of_sweeps(text)]
+    # All of its trials have the same overrides apart from these.
+    for trial in plan.trials[:1]:
+        own = [text for text in trial.overrides if key_of(text) in drawn]
+        (request,) = asked.compose_trials([[*fixed, *own]])
+        _check_unchanged(trial, request, folder=folder, typed=typed)
+
+
+def _swept_over(overrides: Sequence[str], *, keys: Collection[str]) -> list[str]:
+    """Return the overrides with several values for these keys."""
+    return [text for text in overrides if key_of(text) in keys and is_swept(text)]
+
+
+def _compared(over: Sequence[str]) -> str:
+    return f"means over {' '.join(over)}" if over else "single trials"
+
+
+def _with_settings(plan: SweepPlan, settings: SearchSettings, *, changes: Sequence[str]) -> SweepPlan:
+    """Return the plan of a search that is continued with these settings, its total changed only if one is typed."""
+    search = settings.plan()
+    total = [text for text in changes if key_of(text) == "sweep.n_trials"]
+    if not total and plan.search is not None:
+        # Another command may have changed it since this one began.
+        search = replace(search, n_trials=plan.search.n_trials)
+    return replace(plan, search=search, overrides=tuple(merge_overrides(plan.overrides, total)))
 
 
 def _search_settings(asked: SweepRequest, space: Space, *, sampler: Node) -> SearchSettings:
@@ -367,8 +486,13 @@ def _run(
     finally:
         view.close()
         print_results(folder, SweepPlan.read(folder))
-    if status != EXIT_STOPPED and settings.test == "best" and load_job(plan.job).trains:
-        status = _test_best(asked, folder, SweepPlan.read(folder)) or status
+    tests_best = status != EXIT_STOPPED and settings.test == "best" and load_job(plan.job).trains
+    # One of several workers does it.
+    if tests_best and claims.take(_TEST) is not None:
+        try:
+            status = _test_best(asked, folder, SweepPlan.read(folder)) or status
+        finally:
+            claims.release(_TEST)
     return status
 
 
@@ -410,7 +534,7 @@ def _test_best(asked: SweepRequest, folder: SweepFolder, plan: SweepPlan) -> int
     run_dir = folder.trial(best.number)
     checkpoint = run_dir.checkpoints / BEST
     is_untested = run_dir.read_run().get("results", {}).get("untested")
-    if not is_untested or not checkpoint.exists() or (run_dir.path / "eval").exists():
+    if not is_untested or not checkpoint.exists() or _is_evaluated(run_dir):
         return 0
     found = load_checkpoint(checkpoint.resolve())
     raw = started_from(found, {**found.raw, "job": "eval"})
@@ -425,3 +549,12 @@ def _test_best(asked: SweepRequest, folder: SweepFolder, plan: SweepPlan) -> int
     )
     print(flush=True)
     return load_job("eval").run(request).status
+
+
+def _is_evaluated(run_dir: RunDir) -> bool:
+    """Return True if a checkpoint of the run was evaluated to the end."""
+    for place in (run_dir.path / "eval").glob("*"):
+        record = read_object(RunDir(place).run_file) or {}
+        if record.get("status") == FINISHED:
+            return True
+    return False

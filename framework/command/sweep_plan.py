@@ -26,7 +26,7 @@ def sweep_plan_text(requests: Sequence[Request], settings: SweepConfig) -> str:
     topologies = []
     for request in requests:
         # `trainer.gpus` needn't exist here.
-        topologies.append(place(request.config, is_planned=True).topology)
+        topologies.append(place(request.config, is_swept=True, is_planned=True).topology)
     num_gpus = max(topology.gpus_per_node for topology in topologies)
     slots: Sequence[Slot] = ()
     at_a_time = "unknown: the GPUs aren't on this machine"

@@ -252,9 +252,26 @@ class SweepPlan:
 def config_hash(raw: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a resolved configuration, the same for configurations that run the same.
 
-    What only says where something is, how it is shown or what another job does isn't part of it, and secrets are
-    masked.
+    What only says where something is, how it is shown or what another job does isn't part of it. Secrets are masked: a
+    short one could be guessed by its hash, and a sweep is continued with a token that was renewed.
     """
+    masked = Secrets(_what_runs(raw)).masked_config()
+    text = json.dumps(_with_text_keys(masked), sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def hidden_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys of masked values that differ between two configurations with the same `config_hash`."""
+    secrets = []
+    for raw in (one, other):
+        entries = Secrets(_what_runs(raw)).entries()
+        secrets.append({".".join(map(str, entry["key"])): entry["value"] for entry in entries})
+    first, second = secrets
+    return [key for key in first if first[key] != second.get(key)]
+
+
+def _what_runs(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a configuration that decides what is run."""
     left_out = set(_SAME_RUN)
     job = raw.get("job", "train")
     # The section of a job has its name. A job of the user's may read any of them.
@@ -264,9 +281,7 @@ def config_hash(raw: Mapping[str, Any]) -> str:
     trainer = kept.get("trainer")
     if isinstance(trainer, Mapping):
         kept["trainer"] = {key: value for key, value in trainer.items() if key != "progress"}
-    masked = Secrets(kept).masked_config()
-    text = json.dumps(_with_text_keys(masked), sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return kept
 
 
 # Reading and writing sweep.json

@@ -193,6 +193,16 @@ class OptunaSearch:
         with self._journal():
             self._study = open_study(self._file, lock=self._lock, sweep=plan.created, mode=settings.mode)
 
+    def check_total(self) -> None:
+        """Raise ConfigError if there are more trials than there are to be."""
+        with self._journal():
+            count = len(self._trials())
+        if count > self._settings.n_trials:
+            raise ConfigError(
+                f"sweep.n_trials={self._settings.n_trials}, and the search has chosen {count} already. It is a total: "
+                f"use {count} for no more, or a larger number."
+            )
+
     def ask(self) -> Asked | None:
         with self._journal():
             index = len(self._trials())
