@@ -5,7 +5,8 @@
 A sweep of 12 toy trials, two at a time, is started. At a random moment all of its processes get SIGKILL at once, and
 `-m resume=SWEEP` continues it, until it was killed so often; then it runs to its end. A grid must end with the table of
 one that wasn't disturbed, run durations apart. A search must end with as many trials as asked for, each of them told to
-Optuna once, and with the results that finished trials had before each kill. The exit status is 1 if it doesn't.
+Optuna once, and with the results that finished trials had before each kill. After each kill, its journal also gets the
+start of a line, as if it had been killed while it wrote that. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from tests.helpers.command import Started, started_framework
 TRIALS = 12
 _TIMEOUT_S = 300.0
 # The command is killed so long after its start, at least and at most.
-_KILL_AFTER_S = (0.5, 7.0)
+_KILL_AFTER_S = (0.5, 12.0)
+_TORN_LINE = '{"op_code": 5, "worker_id": "'
 
 _TOY = ("-m", "recipe=toy", "trainer.gpus=0", "trainer.max_epochs=40", "checkpoint.every_n_epochs=1", "sweep.jobs=2")
 SWEEPS = {
@@ -78,6 +80,13 @@ def mistakes(kind: str, undisturbed: Path, killed: Path, *, before: Sequence[dic
     return found
 
 
+def tear(journal: Path) -> None:
+    """Append the start of a line to the journal of a search, if it is there and whole."""
+    if journal.exists() and journal.read_bytes().endswith(b"\n"):
+        with journal.open("a") as file:
+            file.write(_TORN_LINE)
+
+
 def run_to_end(arguments: Sequence[str], folder: Path) -> None:
     with started_framework(*arguments, cwd=folder) as started:
         status = started.wait(timeout=_TIMEOUT_S)
@@ -120,8 +129,10 @@ def check(kind: str, *, kills: int, moments: random.Random) -> list[str]:
                 kill_all(started)
             sweep = sweep_in(disturbed)
             known = {}
-            if sweep is not None and (sweep / "results.csv").exists():
-                known = finished(table(sweep))
+            if sweep is not None:
+                tear(sweep / "study.log")
+                if (sweep / "results.csv").exists():
+                    known = finished(table(sweep))
             before.append(known)
             print(f"  kill {number + 1} after {after_s:.1f} s: {len(known)} of {TRIALS} in the table", flush=True)
         sweep = sweep_in(disturbed)

@@ -125,6 +125,55 @@ def test_one_failing_trial_in_eight_changes_nothing_for_the_others(sweep, tmp_pa
             assert disturbed["step"] == undisturbed["step"]
 
 
+EIGHTH = """
+import os, signal, time
+import torch
+
+class Eighth:
+    # What the trial with seed 2 does in its second step.
+    def __init__(self, seed, what): self.seed, self.what = seed, what
+    def on_fit_start(self, info): self.model = info.model
+    def on_train_step_end(self, info):
+        if self.seed != 2 or info.step != 2: return
+        match self.what:
+            case "exception": raise ValueError("this one fails")
+            case "memory": raise MemoryError
+            case "exit": os._exit(3)
+            case "kill": os.kill(os.getpid(), signal.SIGKILL)
+            case "hang": time.sleep(600)
+            case "NaN":
+                for parameter in self.model.parameters(): parameter.data.fill_(torch.nan)
+"""
+CAUSES = {
+    "exception": "ValueError",
+    "memory": "out of memory",
+    "exit": "exit status 3",
+    "kill": "killed (SIGKILL)",
+    "hang": "timed out",
+    "NaN": "NaN loss",
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", CAUSES)
+def test_whatever_one_trial_in_eight_does_changes_no_other(sweep, tmp_path, what):
+    (tmp_path / "eighth.py").write_text(EIGHTH)
+    limits = ("trainer.max_epochs=3", "trainer.log_every_n_steps=1", "backend.timeout=4", "logger=jsonl", *LIMITS)
+    command = ("recipe=toy", *limits, "seed=range(1,9)", "sweep.jobs=2", "sweep.test=none")
+    eighth = ("+callbacks.e._target_=eighth.Eighth", "+callbacks.e.seed=${seed}")
+    others = []
+    for case in (what, "nothing"):
+        answer = sweep(*command, *eighth, f"+callbacks.e.what={case}")
+        folder = max((tmp_path / "outputs" / "multirun").iterdir(), key=lambda path: path.stat().st_ctime_ns)
+        lines = table(folder)
+        if case == what:
+            assert answer.status == 1
+            assert [line["status"] for line in lines] == ["finished", "failed", *["finished"] * 6]
+            assert lines[1]["cause"] == CAUSES[what]
+        others.append([(line["val/loss"], line["step"]) for line in lines if line["trial"] != "1"])
+    assert others[0] == others[1]
+
+
 def test_failed_trials_are_restarted_on_request(sweep, tmp_path):
     (tmp_path / "failing.py").write_text(FAILING)
     sweep("recipe=toy", *SHORT, "seed=1,2", *FAILS)
@@ -169,6 +218,11 @@ def test_a_sweep_whose_recipe_has_changed_is_not_continued(sweep, tmp_path):
     assert answer.status == 2
     assert "Trial 1 of" in answer.err
     assert "would have another configuration today" in answer.err
+    # New trials would be compared with the finished one.
+    answer = sweep(f"resume={folder}", "seed=4")
+    assert answer.status == 2
+    assert "Trial 0 of" in answer.err
+    assert len(plan_of(folder)["trials"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -188,7 +242,21 @@ def test_a_sweep_whose_recipe_has_changed_is_not_continued(sweep, tmp_path):
             ["optimizer.lr=interval(0.1,1)", "sweep=optuna", "sweep.sampler._target_=optuna.samplers.TPESampl"],
             "TPESampler",
         ),
+        (
+            ["optimizer.lr=interval(0.1,1)", "sweep=optuna", "sweep.pruner._target_=optuna.pruners.MedianPrunr"],
+            "there is no MedianPrunr in optuna.pruners",
+        ),
+        (["optimizer.lr=interval(0.1,1)", "sweep=optunna"], "optunna"),
+        (["optimizer.lr=interval(0.1,1)", "sweep=optuna", "sweep.direction=maximize"], "sweep.direction"),
+        (["optimizer.lr=interval(0.1,1)", "sweep=optuna", "checkpoint.mode=maximize"], "checkpoint.mode=maximize"),
         (["optimizer.lr=interval(0.1,1)"], "Add -m sweep=optuna sweep.n_trials=20"),
+        (["seed=1,2", "sweep.over=[fold]"], "sweep.over=[fold]: fold has one value in all trials"),
+        (["seed=1", "optimizer.lr=0.1,1", "sweep.over=[seed]"], "seed has one value in all trials"),
+        (["seed=1,2", "launcher=in_process"], "to debug a trial, type its values without -m"),
+        (["seed=1,2", "job=plan", "launcher=in_process"], "to debug a trial, type its values without -m"),
+        (["sweep.worker=nowhere"], "sweep.worker=nowhere: there is no such folder"),
+        (["sweep.worker=."], "sweep.worker=.: this is no sweep: it has no sweep.json"),
+        (["sweep.worker=auto"], "sweep.worker=auto: there is no such folder"),
         (["seed=1,2", "job=runs"], "job=runs is about one run"),
         (["seed=1,2", "hydra/launcher=joblib"], "joblib"),
     ],
@@ -198,6 +266,35 @@ def test_a_wrong_sweep_is_refused_before_anything_runs(sweep, tmp_path, typed, e
     assert answer.status == 2
     assert expected in answer.err
     assert not (tmp_path / "outputs").exists()
+
+
+KEYED = """
+class Keyed:
+    def __init__(self, secret_key): ...
+"""
+
+
+@pytest.mark.parametrize("search", [(), ("sweep=optuna", "sweep.n_trials=3")], ids=["grid", "search"])
+@pytest.mark.parametrize(
+    "values", ["+callbacks.k.secret_key=range(1,4)", "callbacks=first_key,second_key"], ids=["typed", "in files"]
+)
+def test_trials_that_differ_in_hidden_values_are_refused(sweep, tmp_path, search, values):
+    """Passwords are masked wherever they are kept, so nobody could say which trial had which."""
+    (tmp_path / "keyed.py").write_text(KEYED)
+    folder = tmp_path / "conf" / "callbacks"
+    folder.mkdir(parents=True)
+    for number, name in enumerate(("first_key", "second_key")):
+        (folder / f"{name}.yaml").write_text(f"k: {{_target_: keyed.Keyed, secret_key: {number}}}\n")
+    keyed = [values]
+    if values.startswith("+"):
+        keyed.append("+callbacks.k._target_=keyed.Keyed")
+    answer = sweep("recipe=toy", *SHORT, *keyed, *search)
+    assert answer.status == 2
+    assert "Trials differ only in callbacks.k.secret_key" in answer.err
+    assert not (tmp_path / "outputs").exists()
+    # One value hides nothing.
+    one = ("+callbacks.k._target_=keyed.Keyed", "+callbacks.k.secret_key=7", "seed=1,2", "job=plan")
+    assert sweep("recipe=toy", *SHORT, *one).status == 0
 
 
 def test_settings_of_sweeps_need_a_sweep(fork_server, tmp_path, monkeypatch, capsys):
@@ -293,6 +390,51 @@ def test_the_report_of_a_search_says_which_keys_mattered(sweep, tmp_path):
     shares = {key: int(share) for key, share in re.findall(r"<td>(optimizer\.\w+)</td><td>(\d+)%</td>", page)}
     assert shares.keys() == {"optimizer.lr", "optimizer.weight_decay"}
     assert shares["optimizer.lr"] > shares["optimizer.weight_decay"]
+
+
+def test_a_search_is_continued_only_as_it_was(sweep, tmp_path):
+    """Each wrong continuation is answered before a trial starts or a file changes."""
+    recipe = tmp_path / "conf" / "recipe" / "mine.yaml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("# @package _global_\ndefaults: [toy]\ntrainer: {log_every_n_steps: 1}\n")
+    typed = ("recipe=mine", *SHORT, "optimizer.lr=interval(0.01,0.1)", "seed=1,2")
+    assert sweep(*typed, "sweep=optuna", "sweep.n_trials=2", "sweep.pruner=null", "sweep.jobs=1").status == 0
+    folder = sweep_folder(tmp_path)
+    assert statuses(folder) == ["finished"] * 4
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    other_plan = plan_of(other)
+    other_plan["created"] = "2020-01-01T00:00:00+00:00"
+    (other / "sweep.json").write_text(json.dumps(other_plan))
+
+    refusals = {
+        ("sweep.n_trials=1",): "sweep.n_trials=1, and the search has chosen 2 already",
+        ("checkpoint.mode=max",): "checkpoint.mode=max, and the sweep has searched with min so far",
+        ("optimizer.lr=interval(0.01,0.2)",): "The sweep has searched other values so far",
+        ("seed=1,2,3",): "The search has compared means over seed=1,2 so far, and not means over seed=1,2,3",
+        ("sweep.over=[]", "sweep.n_trials=3"): "sweep.over=[]: the sweep began with sweep.over=[seed]",
+        ("trainer.max_epochs=2", "sweep.n_trials=3"): "trainer.max_epochs=2 changes it",
+        ("sweep=grid", "sweep.n_trials=null"): "is a search. Type sweep=optuna",
+    }
+    before = {file: file.read_bytes() for file in (folder / "sweep.json", folder / "study.log")}
+    for changes, expected in refusals.items():
+        answer = sweep(f"resume={folder}", *changes)
+        assert (answer.status, expected in answer.err) == (2, True), answer.err
+    answer = sweep(f"resume={other}", "sweep.n_trials=3")
+    assert answer.status == 2
+    assert "study.log belongs to another sweep" in answer.err
+    recipe.write_text("# @package _global_\ndefaults: [toy]\ntrainer: {log_every_n_steps: 2}\n")
+    answer = sweep(f"resume={folder}", "sweep.n_trials=3")
+    assert answer.status == 2
+    assert "a recipe, or another file that it is composed of, has changed" in answer.err
+    assert {file: file.read_bytes() for file in before} == before
+
+    recipe.write_text("# @package _global_\ndefaults: [toy]\ntrainer: {log_every_n_steps: 1}\n")
+    assert sweep(f"resume={folder}", "sweep.n_trials=3").status == 0
+    assert statuses(folder) == ["finished"] * 6
+    # The new total stays.
+    assert sweep(f"resume={folder}").status == 0
+    assert plan_of(folder)["search"]["n_trials"] == 3
 
 
 def test_a_search_ends_if_its_first_trial_is_refused(sweep, tmp_path):
@@ -424,6 +566,24 @@ def test_two_workers_share_a_sweep(tmp_path):
     helped = {line.split()[0] for line in helper.stdout.splitlines() if line.endswith("running")}
     assert helped
     assert not own & helped
+
+
+@pytest.mark.exhaustive
+def test_two_commands_that_resume_a_sweep_share_it(tmp_path):
+    stopped = start_sweep(tmp_path, *LONG, "seed=range(1,7)", "sweep.jobs=1")
+    folder = wait_for_checkpoints(tmp_path, count=1)
+    stopped.send_signal(signal.SIGTERM)
+    stopped.communicate(timeout=120)
+    both = [start_sweep(tmp_path, f"resume={folder}", "sweep.jobs=1") for _ in range(2)]
+    started = []
+    for process in both:
+        out, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, out
+        started += [line.split()[0] for line in out.splitlines() if line.endswith("running")]
+    assert len(started) == len(set(started)) >= 5
+    assert statuses(folder) == ["finished"] * 6
+    # Only one of them evaluates the best trial.
+    assert len(list(folder.glob("*/eval/*"))) == 1
 
 
 def evaluated_models(folder: Path) -> list[dict[str, str]]:
