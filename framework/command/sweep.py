@@ -133,6 +133,11 @@ def run_sweep(asked: SweepRequest) -> JobResult:
     _check_over(asked)
     if asked.settings.sampler is not None:
         return JobResult(_search(asked, asked.settings.sampler))
+    if asked.saved is not None and asked.saved.plan.search is not None:
+        raise ConfigError(
+            f"{display_path(asked.saved.folder.path)} is a search. Leave out sweep=grid and sweep.sampler to continue "
+            "it."
+        )
     if asked.settings.n_trials is not None:
         raise ConfigError(
             f"sweep.n_trials={asked.settings.n_trials} is for a search, and this is a grid. Type sweep=optuna, or "
@@ -254,8 +259,6 @@ def _written(asked: SweepRequest, requests: Sequence[Request]) -> tuple[SweepFol
     if asked.saved is None:
         return _created(asked, requests[0], trials=tuple(trials.values()), search=None)
     folder = asked.saved.folder
-    if asked.saved.plan.search is not None:
-        raise ConfigError(f"{display_path(folder.path)} is a search. Type sweep=optuna to continue it.")
     folder.add_trials(list(trials.values()))
     return folder, SweepPlan.read_with_secrets(folder)
 
@@ -349,7 +352,7 @@ def _check_search_unchanged(
             "continue it, or start another sweep."
         )
     drawn = {*map(key_of, over), *map(key_of, space.dimensions)}
-    typed = [text for text in asked.changes if not is_of_sweeps(text)]
+    typed = [text for text in asked.changes if not is_of_sweeps(text) and text not in plan.overrides]
     # All of its trials have the same overrides apart from these.
     for trial in plan.trials[:1]:
         own = [text for text in trial.overrides if key_of(text) in drawn]

@@ -24,7 +24,16 @@ REFUSED = "refused"
 # `ZeroDivisionError: division by zero`
 _EXCEPTION_NAME = re.compile(r"\w{1,60}(?=:|$)")
 # What `framework.training.meter.bad_loss` says.
-_BAD_LOSS = re.compile(r"The training loss is (\S+) since step")
+_BAD_LOSS = re.compile(r"The training loss is (nan|inf|-inf|not finite) since step")
+# By what it says.
+_BAD_LOSSES = {
+    "nan": "NaN loss",
+    "inf": "infinite loss",
+    "-inf": "infinite loss",
+    "not finite": "NaN or infinite loss",
+}
+# What `framework.training.meter.bad_weights` says.
+_BAD_WEIGHTS = re.compile(r"The weights are no longer finite after step")
 # What reading a report raises if somebody else has written it.
 _WRONG_CONTENT = (KeyError, TypeError, ValueError, AttributeError)
 
@@ -164,7 +173,9 @@ def cause_in_words(first: RankFailure) -> str:
         return "out of memory"
     bad_loss = _BAD_LOSS.search(exception)
     if bad_loss is not None:
-        return "NaN loss" if bad_loss[1] == "nan" else "infinite loss"
+        return _BAD_LOSSES[bad_loss[1]]
+    if _BAD_WEIGHTS.search(exception):
+        return "NaN or infinite weights"
     if first.timed_out or first.kind is FailureKind.HUNG:
         return "timed out"
     match first.kind:

@@ -257,10 +257,7 @@ def check_finite(parameters: Sequence[nn.Parameter], meter: Meter, *, step: int,
     if bad_step is not None:
         raise bad_loss("not finite", step=bad_step, epoch=epoch)
     if any_over_ranks(is_bad, context):
-        raise RunError(
-            f"The weights are no longer finite after step {step}, though the loss was.\n"
-            "Nothing was saved since. Lower optimizer.lr, set trainer.gradient_clip_val, or look at the gradients."
-        )
+        raise bad_weights(step=step)
 
 
 def bad_loss(value: object, *, step: int | None, epoch: int) -> RunError:
@@ -268,6 +265,14 @@ def bad_loss(value: object, *, step: int | None, epoch: int) -> RunError:
     return RunError(
         f"The training loss is {value} since step {step} (epoch {epoch}).\n"
         "Nothing was saved after it. Lower optimizer.lr, set trainer.gradient_clip_val, or look at that batch."
+    )
+
+
+def bad_weights(*, step: int) -> RunError:
+    """Return the error for weights that are NaN or infinite after `step`."""
+    return RunError(
+        f"The weights are no longer finite after step {step}, though the loss was.\n"
+        "Nothing was saved since. Lower optimizer.lr, set trainer.gradient_clip_val, or look at the gradients."
     )
 
 

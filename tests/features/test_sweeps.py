@@ -141,7 +141,7 @@ class Eighth:
             case "exit": os._exit(3)
             case "kill": os.kill(os.getpid(), signal.SIGKILL)
             case "hang": time.sleep(600)
-            case "NaN":
+            case "divergence":
                 for parameter in self.model.parameters(): parameter.data.fill_(torch.nan)
 """
 CAUSES = {
@@ -150,7 +150,7 @@ CAUSES = {
     "exit": "exit status 3",
     "kill": "killed (SIGKILL)",
     "hang": "timed out",
-    "NaN": "NaN loss",
+    "divergence": "NaN or infinite weights",
 }
 
 
@@ -216,7 +216,7 @@ def test_a_sweep_whose_recipe_has_changed_is_not_continued(sweep, tmp_path):
     recipe.write_text("# @package _global_\ndefaults: [toy]\noptimizer: {lr: 0.02}\n")
     answer = sweep(f"resume={folder}", "sweep.retry=failed")
     assert answer.status == 2
-    assert "Trial 1 of" in answer.err
+    assert "Trial 0 of" in answer.err
     assert "would have another configuration today" in answer.err
     # New trials would be compared with the finished one.
     answer = sweep(f"resume={folder}", "seed=4")
@@ -414,7 +414,7 @@ def test_a_search_is_continued_only_as_it_was(sweep, tmp_path):
         ("seed=1,2,3",): "The search has compared means over seed=1,2 so far, and not means over seed=1,2,3",
         ("sweep.over=[]", "sweep.n_trials=3"): "sweep.over=[]: the sweep began with sweep.over=[seed]",
         ("trainer.max_epochs=2", "sweep.n_trials=3"): "trainer.max_epochs=2 changes it",
-        ("sweep=grid", "sweep.n_trials=null"): "is a search. Type sweep=optuna",
+        ("sweep=grid", "sweep.n_trials=null"): "is a search. Leave out sweep=grid",
     }
     before = {file: file.read_bytes() for file in (folder / "sweep.json", folder / "study.log")}
     for changes, expected in refusals.items():

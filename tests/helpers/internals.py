@@ -295,7 +295,7 @@ if TYPE_CHECKING:
     from framework.training.flops import peak_of_gpu, peak_of_run
     from framework.training.length import Start, apply_limit, start_of, steps_per_epoch, total_steps
     from framework.training.loss_weights import SummedWeights
-    from framework.training.meter import Meter, bad_loss
+    from framework.training.meter import Meter, bad_loss, bad_weights
     from framework.training.rank_states import fingerprints
     from framework.training.stateful_metrics import StatefulMetrics
     from framework.training.step_output import media_of

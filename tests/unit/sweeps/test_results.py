@@ -17,6 +17,7 @@ from tests.helpers.internals import (
     RunDir,
     SweepFolder,
     bad_loss,
+    bad_weights,
     failure_facts,
     locked,
     read_results,
@@ -128,6 +129,8 @@ FAILURES: dict[str, list[dict[str, Any]]] = {
     ],
     "NaN loss": [raised(bad_loss(float("nan"), step=7, epoch=0))],
     "infinite loss": [raised(bad_loss(float("-inf"), step=None, epoch=3))],
+    "NaN or infinite loss": [raised(bad_loss("not finite", step=7, epoch=0))],
+    "NaN or infinite weights": [raised(bad_weights(step=7))],
     "timed out": [
         ended(kind="hung", waited_s=30.0),
         ended(kind="exception", exception="RuntimeError: Timed out", timed_out=True, lost_peer=True),
