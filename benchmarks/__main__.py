@@ -32,7 +32,6 @@ PARTS = (
     "strategies",
     "start_up",
     "sweeps",
-    "search",
     "saving",
     "memory",
     "scale",

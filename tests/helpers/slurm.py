@@ -103,10 +103,6 @@ class Cluster:
         """Signal or cancel jobs; returns once SLURM has the request."""
         self._ask("scancel", *options)
 
-    def requeue(self, job: str) -> None:
-        """Put a job, or a task `JOB_N` of an array, back in the queue as soon as SLURM has noticed its end."""
-        self._ask("scontrol", "requeue", job)
-
     def log(self) -> str:
         """What the daemons have written; for a test that fails."""
         return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in sorted(self.folder.glob("*.log")))

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
-import random
 import re
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.helpers import results, trouble
-from tests.helpers.command import ROOT, Started, started_framework
+from tests.helpers.command import ROOT
 from tests.helpers.documents import shown_script
 from tests.helpers.requirements import require
 from tests.helpers.slurm import Cluster, cluster
@@ -110,78 +105,6 @@ def test_the_documented_batch_script_resumes(slurm: Cluster, tmp_path: Path) -> 
     assert "Finished trouble after" in printed
     assert results.pointed(run_dir, "last") == steps
     assert results.run_file(run_dir)["status"] == "finished"
-
-
-WORKERS = 3
-KILLS = 8
-TRIALS = 12
-
-
-def test_the_documented_array_of_workers_survives_kills(slurm: Cluster, tmp_path: Path) -> None:
-    """At random moments one worker is killed with all that it runs, as by a node that fails, and requeued."""
-    sweep = begun_sweep(tmp_path)
-    text = shown_script((ROOT / "docs" / "sweeps.md").read_text())
-    for shown, own in {"SWEEP": str(sweep), "--array=0-7": f"--array=0-{WORKERS - 1} --job-name=sweep"}.items():
-        assert shown in text
-        text = text.replace(shown, own)
-    (tmp_path / "array.sh").write_text(text)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    choose = random.Random(0)
-    kills = 0
-    with slurm.started("sbatch", "--parsable", "array.sh", cwd=tmp_path, env={"PATH": path}) as submitted:
-        assert submitted.wait(timeout=30.0) == 0, submitted.printed()
-        array = submitted.stdout().strip()
-        deadline = time.monotonic() + START_S
-        while kills < KILLS and time.monotonic() < deadline:
-            time.sleep(choose.uniform(1.0, 6.0))
-            task = killed_worker(submitted, choose)
-            if task is not None:
-                kills += 1
-                slurm.requeue(f"{array}_{task}")
-        slurm.wait_for_jobs(timeout=2 * START_S)
-    printed = "\n".join(file.read_text() for file in tmp_path.glob("slurm-*.out"))
-    assert kills >= KILLS // 2, printed
-    lines = list(csv.DictReader((sweep / "results.csv").open()))
-    assert [line["status"] for line in lines] == ["finished"] * TRIALS, printed
-    # Each has finished once, and none of its steps was repeated.
-    for number in range(TRIALS):
-        assert (sweep / "logs" / f"{number}.log").read_text().count("Finished trouble after") == 1
-        steps = list(results.curve(sweep / str(number), "train/loss"))
-        assert steps == sorted(set(steps))
-
-
-def begun_sweep(folder: Path) -> Path:
-    """Return a sweep that was stopped soon after its beginning."""
-    trouble.write_recipe(folder, Fault(pause=PAUSE_S))
-    trials = ("trainer.max_steps=60", "trainer.val_check_interval=20", "checkpoint.every_n_steps=5")
-    typed = ("-m", "recipe=trouble", "trainer.gpus=0", f"seed=range({TRIALS})", "sweep.jobs=1", *trials)
-    with started_framework(*typed, cwd=folder) as started:
-        started.wait_for_output("running", timeout=START_S)
-        started.process.send_signal(signal.SIGTERM)
-        assert started.wait(timeout=START_S) == 75, started.printed()
-    (sweep,) = (folder / "outputs" / "multirun").iterdir()
-    return sweep
-
-
-def killed_worker(submitted: Started, choose: random.Random) -> str | None:
-    """Kill a worker and all of its processes; return the number of its task, None if there is no worker at the moment.
-
-    The processes of an array have the mark of the command that submitted it.
-    """
-    tasks: dict[str, list[psutil.Process]] = {}
-    for process in submitted.processes():
-        with suppress(psutil.Error):
-            is_of_batch_script = process.name() in ("slurm_script", "srun", "bash", "sbatch")
-            task = process.environ().get("SLURM_ARRAY_TASK_ID")
-            if task is not None and not is_of_batch_script:
-                tasks.setdefault(task, []).append(process)
-    if not tasks:
-        return None
-    task = choose.choice(sorted(tasks))
-    for process in tasks[task]:
-        with suppress(psutil.Error):
-            process.kill()
-    return task
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
