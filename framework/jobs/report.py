@@ -7,7 +7,7 @@ from pathlib import Path
 
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
-from framework.runs.find import named_runs
+from framework.runs.find import named_place, named_runs
 from framework.runs.report.page import make_page
 from framework.sweeps.folder import SweepFolder
 from framework.sweeps.search import importances
@@ -30,20 +30,21 @@ class Report(Job):
         """Write the page. Raises ConfigError for a path that is no run, or an output that can't be written."""
         output = checked_output(request.config.report.output, key=_KEY, suffixes=(".html",))
         paths = request.config.runs.paths or ()
-        records = named_runs(paths).records
+        outputs = Path(request.config.path.outputs).absolute()
+        records = named_runs(paths, outputs=outputs).records
         with atomic_output(output, key=_KEY) as path:
-            path.write_text(make_page(records, importances=_importances(paths)), encoding="utf-8")
+            path.write_text(make_page(records, importances=_importances(paths, outputs=outputs)), encoding="utf-8")
 
         size = format_bytes(output.stat().st_size)
         print(shown(f"Report of {format_count(len(records), 'run')}: {display_path(output)} ({size})"), flush=True)
         return JobResult(0)
 
 
-def _importances(paths: Sequence[str]) -> dict[str, dict[str, float]]:
+def _importances(paths: Sequence[str], *, outputs: Path) -> dict[str, dict[str, float]]:
     """Return by the name of each search among the paths how much each of its keys mattered, if Optuna can tell."""
     found = {}
     for text in paths:
-        folder = SweepFolder(Path(text).expanduser().absolute())
+        folder = SweepFolder(named_place(text, outputs=outputs))
         shares = importances(folder.study_file)
         if shares:
             found[folder.path.name] = shares

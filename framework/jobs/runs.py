@@ -15,17 +15,27 @@
 `runs.filter` is one or several conditions, separated by spaces: a name, one of = != < <= > >=, and a value. The name is
 a column (all of the above but `metrics`), a metric or a key of the configuration. `*` in a text value matches anything.
 A run without that metric or key doesn't match. `runs.sort` takes the same names; runs without a value come last.
+
+Below the list of a sweep whose trials differ only in `sweep.over`, as seeds do, a table has a row for each setting.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
-from framework.runs.find import find_runs, named_runs
+from framework.errors import ConfigError
+from framework.runs.find import find_runs, named_place, named_runs
 from framework.runs.listing import csv_text, json_text, list_text, matching, ordered, plain
-from framework.system.formatting import display_path
+from framework.runs.record import print_left_out
+from framework.sweeps.find import is_sweep
+from framework.sweeps.folder import SweepFolder, SweepPlan
+from framework.sweeps.ranking import ranked_rows
+from framework.sweeps.results import read_results
+from framework.sweeps.table import table_text
+from framework.system.formatting import display_path, terminal_width
 from framework.system.output import answer
 from framework.system.shown_text import shown
 
@@ -40,12 +50,12 @@ class Runs(Job):
     def run(self, request: Request) -> JobResult:
         """Print the list. Raises ConfigError for a wrong condition, name or path."""
         settings = request.config.runs
+        outputs = Path(request.config.path.outputs).absolute()
         if settings.paths is None:
-            folder = Path(request.config.path.outputs).absolute()
-            found = find_runs(folder)
-            where = display_path(folder)
+            found = find_runs(outputs)
+            where = display_path(outputs)
         else:
-            found = named_runs(settings.paths)
+            found = named_runs(settings.paths, outputs=outputs)
             where = ", ".join(settings.paths)
 
         listed = ordered(matching(found.records, settings.filter), settings.sort)
@@ -54,5 +64,27 @@ class Runs(Job):
         elif settings.format == "csv":
             answer(csv_text(listed))
         else:
-            answer(shown(list_text(listed, num_found=len(found.records), num_damaged=found.num_damaged, where=where)))
+            text = list_text(listed, num_found=len(found.records), num_damaged=found.num_damaged, where=where)
+            tables = _tables_of_sweeps(settings.paths or (), outputs=outputs)
+            answer(shown("\n\n".join([text, *tables])))
         return JobResult(0)
+
+
+def _tables_of_sweeps(paths: Sequence[str], *, outputs: Path) -> list[str]:
+    """Return the table of each sweep among the paths in which rows have several trials. The list shows the others."""
+    tables = []
+    for text in paths:
+        folder = SweepFolder(named_place(text, outputs=outputs))
+        if not is_sweep(folder.path):
+            continue
+        try:
+            plan = SweepPlan.read(folder)
+        except ConfigError as error:
+            # Its runs are listed all the same.
+            print_left_out(str(error))
+            continue
+        rows = ranked_rows(read_results(folder, plan.trials), over=plan.over, mode=plan.mode)
+        if plan.job == "train" and any(len(row.trials) > 1 for row in rows):
+            table = table_text(rows, monitor=plan.monitor, over=plan.over, width=terminal_width())
+            tables.append(f"{display_path(folder.path)}\n{table}")
+    return tables

@@ -31,6 +31,10 @@ _MAX_PARAM_CHARS = 6000
 _LOCK_TIMEOUT_S = 60.0
 _DIGEST_CHARS = 8
 _SQLITE = "sqlite:///"
+# MLflow's tag that makes a run the child of another one.
+_PARENT = "mlflow.parentRunId"
+# Only the run of a whole sweep has it.
+_OF_SWEEP = "sweep"
 # MLflow takes 250 characters.
 _MAX_NAME_BYTES = 200
 
@@ -40,7 +44,8 @@ class MLflowLogger(Tracker):
     """Log to MLflow: one MLflow run for a run directory, however often that is resumed.
 
     MLflow can't replace a value, so a resumed run leaves out the steps that a metric has already. Nor can it change
-    parameters: they are those of the first start. Images, tables and texts are artifacts in `media/`.
+    parameters: they are those of the first start. Images, tables and texts are artifacts in `media/`. The trials of a
+    sweep are children of one run, which has the sweep's name.
 
     Args:
         tracking_uri: By default MLFLOW_TRACKING_URI, else a SQLite file `mlflow.db` in the outputs folder, with
@@ -104,6 +109,7 @@ class MLflowLogger(Tracker):
             self._client.set_tag(self._run_id, tag, "true")
         if self.sweep is not None:
             self._client.set_tag(self._run_id, "group", self.sweep)
+            self._client.set_tag(self._run_id, _PARENT, self._run_of_sweep(self.sweep, experiment_id))
         self._log_params(known=known_params)
         self._client.log_artifact(self._run_id, str(self.run_dir.config_file))
         show(f"mlflow  run {self._run_id} in {shown_uri}")
@@ -126,6 +132,24 @@ class MLflowLogger(Tracker):
                 return experiment.experiment_id
             location = (self._outputs / "mlartifacts" / self._experiment).as_uri() if is_own else None
             return self._client.create_experiment(self._experiment, location)
+
+    def _run_of_sweep(self, sweep: str, experiment_id: str) -> str:
+        """Return the id of the run whose children the sweep's trials are, in the same experiment.
+
+        The first trial creates it. The store is asked, not a file, so that every worker finds it, and a resumed trial
+        gets another one if it was deleted.
+        """
+        # Without quotes, which a filter can't have.
+        name = _allowed(sweep)
+        # Trials begin at the same time, on any machine that sees the sweep's folder.
+        with FileLock(self.run_dir.path.parent / ".mlflow.lock", timeout=_LOCK_TIMEOUT_S):
+            known = self._client.search_runs([experiment_id], f"tags.{_OF_SWEEP} = '{name}'", max_results=1)
+            if known:
+                return str(known[0].info.run_id)
+            parent = self._client.create_run(experiment_id, run_name=sweep, tags={_OF_SWEEP: name})
+            # It computes nothing, and a sweep that is killed couldn't end it.
+            self._client.set_terminated(parent.info.run_id)
+            return str(parent.info.run_id)
 
     def _continue_run(self) -> set[str]:
         """Note the last step of each metric of the earlier run, and return the names of its parameters."""

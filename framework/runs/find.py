@@ -79,15 +79,27 @@ def _real(place: Path) -> str:
     return os.path.realpath(place)
 
 
-def named_runs(paths: Sequence[str]) -> FoundRuns:
-    """Return the runs in `paths`, each once: run directories, and folders of them.
+def named_place(text: str, *, outputs: Path) -> Path:
+    """Return the folder that a path or a name is of: that path, or the only run or sweep of that name in `outputs`."""
+    path = Path(text).expanduser().absolute()
+    if "/" in text or os.path.lexists(path):
+        return path
+    places = [folder / text for folder in _folders_in(outputs) if os.path.lexists(folder / text)]
+    return places[0] if len(places) == 1 else path
+
+
+def named_runs(paths: Sequence[str], *, outputs: Path) -> FoundRuns:
+    """Return the runs in `paths`, each once: run directories, and folders of them, such as sweeps.
 
     Raises ConfigError for a path that is neither a run nor a folder with runs, and for a damaged run.
+
+    Args:
+        outputs: `path.outputs`, in which names of runs and sweeps are looked up.
     """
     records: dict[str, RunRecord] = {}
     num_damaged = 0
     for text in paths:
-        path = Path(text).expanduser().absolute()
+        path = named_place(text, outputs=outputs)
         try:
             record = read_run(path)
         except DamagedRunError as error:

@@ -586,6 +586,30 @@ def test_two_commands_that_resume_a_sweep_share_it(tmp_path):
     assert len(list(folder.glob("*/eval/*"))) == 1
 
 
+def test_the_list_of_a_sweep_has_a_row_for_each_setting(sweep, tmp_path, capfd):
+    """The sweep is named without its folder; a sweep without seeds needs no second table."""
+    assert sweep("recipe=toy", *SHORT, "optimizer.lr=0.001,0.1", "seed=1,2").status == 0
+    folder = sweep_folder(tmp_path)
+
+    def listed(*arguments: str) -> str:
+        capfd.readouterr()
+        assert compose.main(["job=runs", f"runs={folder.name}", *arguments]) == 0
+        return str(capfd.readouterr().out)
+
+    runs, table_of_rows = listed().split(f"\n\noutputs/multirun/{folder.name}\n")
+    assert f"4 runs in {folder.name}: 4 finished" in runs
+    ranked = [line for line in table_of_rows.splitlines() if "optimizer.lr=" in line]
+    assert ["optimizer.lr=0.1" in line for line in ranked] == [True, False]
+    assert "mean val/loss" in table_of_rows
+    assert len(json.loads(listed("runs.format=json"))) == 4
+
+    # A plan that can't be read hides no run.
+    (folder / "sweep.json").write_text("{")
+    assert "mean" not in listed()
+    assert compose.main(["job=compare", f"runs={folder.name}"]) == 0
+    assert compose.main(["job=report", f"runs={folder.name}"]) == 0
+
+
 def evaluated_models(folder: Path) -> list[dict[str, str]]:
     """The lines of results.csv of a sweep of evaluations."""
     with (folder / "results.csv").open() as file:

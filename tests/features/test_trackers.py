@@ -14,7 +14,7 @@ import yaml
 from framework.errors import ConfigError
 from framework.loggers import WandbLogger
 from tests.helpers import results
-from tests.helpers.command import started_python
+from tests.helpers.command import run_framework, started_python
 from tests.helpers.internals import RunDir, Worker, check_installed
 from tests.helpers.trackers import mlflow_curve, mlflow_rows, wandb_curve, wandb_run
 
@@ -276,6 +276,26 @@ def test_a_sweeps_runs_are_one_group(tmp_path, place, sweep, name):
     (folder / "config.yaml").write_text(yaml.safe_dump({"tags": ["x"]}))
     logger = WandbLogger(run_dir=RunDir(folder))
     assert (logger.sweep, logger.run_name, logger.tags) == (sweep, name, ["x"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.multiproc
+def test_a_sweeps_trials_are_children_of_one_mlflow_run(tmp_path):
+    """Two begin at the same time, and a third one is added when the sweep is continued."""
+    typed = (*SHORT, "trainer.gpus=0", "trainer.max_epochs=1", "logger=[jsonl,mlflow]", "sweep.test=none")
+    done = run_framework("-m", *typed, "seed=1,2", "sweep.jobs=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "outputs/multirun").iterdir()
+    again = run_framework("-m", f"resume={folder}", "seed=1,2,3", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+
+    database = tmp_path / "outputs/mlflow.db"
+    names = dict(mlflow_rows(database, "SELECT run_uuid, name FROM runs"))
+    assert sorted(names.values()) == [folder.name, *(f"{folder.name}/{number}" for number in range(3))]
+    parents = dict(mlflow_rows(database, "SELECT run_uuid, value FROM tags WHERE key = 'mlflow.parentRunId'"))
+    (parent,) = set(parents.values())
+    assert names[parent] == folder.name
+    assert parents.keys() == names.keys() - {parent}
 
 
 def test_other_checkpoints_than_best_and_all_are_refused(train, capsys):
