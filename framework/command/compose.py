@@ -315,6 +315,7 @@ class _Command:
         saved = find_saved_sweep(
             name,
             key=key,
+            typed=self._changes,
             outputs=lambda: own_outputs(self._typed, compose=self._compose_raw),
             is_trusted=is_trusted(self._typed),
         )

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from framework.command.hydra_compose import is_swept
 from framework.command.trust import why_not_owned
+from framework.config.overrides import key_of
 from framework.errors import ConfigError
 from framework.sweeps.find import find_sweep, newest_unfinished_sweep
 from framework.sweeps.folder import SWEEPS, SweepFolder, SweepPlan
@@ -23,19 +25,21 @@ class SavedSweep:
 
 
 def find_saved_sweep(
-    name: str, *, key: str, outputs: Callable[[], Sequence[Path]], is_trusted: bool
+    name: str, *, key: str, typed: Sequence[str], outputs: Callable[[], Sequence[Path]], is_trusted: bool
 ) -> SavedSweep | None:
     """Return the sweep that `resume=NAME` or `sweep.worker=NAME` names; None for `resume=auto` if none is unfinished.
 
-    Raises ConfigError if there is none of this name, if it can't be read, or if it isn't known to be the user's.
+    Raises ConfigError if there is none of this name, if it can't be read, if it isn't known to be the user's, or if
+    another recipe is typed.
 
     Args:
         key: `resume` or `sweep.worker`.
+        typed: the command's overrides. `auto` leaves out the sweeps of other recipes.
         outputs: returns the folders in which `auto` looks.
         is_trusted: the user has typed trust=true.
     """
     if name == "auto" and key == "resume":
-        return _newest_unfinished(outputs())
+        return _newest_unfinished(outputs(), typed=typed)
     folder = find_sweep(name, key=key)
     reason = why_not_owned(folder.path)
     if reason is not None and not is_trusted:
@@ -43,13 +47,25 @@ def find_saved_sweep(
             f"{display_path(folder.path)} isn't known to be yours: {reason}. Its trials would run what its sweep.json "
             "says. Read it, then type trust=true."
         )
-    return SavedSweep(folder, SweepPlan.read_with_secrets(folder))
+    plan = SweepPlan.read_with_secrets(folder)
+    other = _other_recipe(plan, typed)
+    if other is not None:
+        raise ConfigError(
+            f"{other} can't go with {key}: that sweep's recipe is {plan.recipe}. Leave it out, or start a new sweep "
+            f"with {other}."
+        )
+    return SavedSweep(folder, plan)
 
 
-def _newest_unfinished(outputs: Sequence[Path]) -> SavedSweep | None:
-    """Return the newest unfinished sweep in these folders, or None; print which."""
+def _newest_unfinished(outputs: Sequence[Path], *, typed: Sequence[str]) -> SavedSweep | None:
+    """Return the newest unfinished sweep of the typed recipe in these folders, or None; print which."""
+
+    def fits(folder: SweepFolder) -> bool:
+        is_own = why_not_owned(folder.path, checks_writers=False) is None
+        return is_own and _other_recipe(SweepPlan.read(folder), typed) is None
+
     for place in outputs:
-        folder = newest_unfinished_sweep(place, is_own=_is_own)
+        folder = newest_unfinished_sweep(place, fits=fits)
         if folder is not None:
             print(f"resume=auto: {display_path(folder.path)}", file=sys.stderr, flush=True)
             return SavedSweep(folder, SweepPlan.read_with_secrets(folder))
@@ -58,5 +74,13 @@ def _newest_unfinished(outputs: Sequence[Path]) -> SavedSweep | None:
     return None
 
 
-def _is_own(folder: SweepFolder) -> bool:
-    return why_not_owned(folder.path, checks_writers=False) is None
+def _other_recipe(plan: SweepPlan, typed: Sequence[str]) -> str | None:
+    """Return the override of a recipe that is typed and isn't the sweep's; None if there is none.
+
+    A sweep over recipes may be continued with further ones.
+    """
+    recipes = [text for text in typed if key_of(text) == "recipe"]
+    before = [text for text in plan.overrides if key_of(text) == "recipe"] or [f"recipe={plan.recipe}"]
+    if not recipes or is_swept(before[-1]) or is_swept(recipes[-1]) or recipes[-1] == before[-1]:
+        return None
+    return recipes[-1]

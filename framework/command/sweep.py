@@ -51,6 +51,7 @@ from framework.sweeps.folder import (
     Trial,
     config_hash,
     hidden_differences,
+    idle_differences,
 )
 from framework.sweeps.ranking import best_trial, ranked_rows
 from framework.sweeps.results import FINISHED, read_results
@@ -188,17 +189,23 @@ def _check_over(asked: SweepRequest) -> None:
 
 
 def _check_told_apart(requests: Sequence[Request]) -> None:
-    """Raise ConfigError for trials that differ only in what is masked: no table or file could tell them apart."""
+    """Raise ConfigError for trials that would be one: they differ only in what is masked, or in what runs nothing."""
     by_hash: dict[str, Request] = {}
     for request in requests:
         first = by_hash.setdefault(config_hash(request.raw), request)
-        keys = []
-        if first is not request:
-            keys = hidden_differences(first.raw, request.raw)
+        if first is request:
+            continue
+        keys = hidden_differences(first.raw, request.raw)
         if keys:
             raise ConfigError(
                 f"Trials differ only in {', '.join(keys)}, whose values are hidden as passwords or tokens in every "
                 "table and file, so the trials couldn't be told apart. Give it one value, or another name."
+            )
+        keys = idle_differences(first.raw, request.raw)
+        if keys:
+            raise ConfigError(
+                f"Trials differ only in {', '.join(keys)}, which changes nothing that a trial computes, so they would "
+                "be one trial. Give it one value."
             )
 
 
@@ -257,9 +264,11 @@ def _written(asked: SweepRequest, requests: Sequence[Request]) -> tuple[SweepFol
         key = config_hash(request.raw)
         trials.setdefault(key, Trial(len(trials), _overrides_alone(request), key))
     if asked.saved is None:
-        return _created(asked, requests[0], trials=tuple(trials.values()), search=None)
+        return _created(asked, requests, trials=tuple(trials.values()), search=None)
     folder = asked.saved.folder
     folder.add_trials(list(trials.values()))
+    if requests and _monitor_of(requests) != asked.saved.plan.monitor:
+        folder.update(lambda plan: replace(plan, monitor=None))
     return folder, SweepPlan.read_with_secrets(folder)
 
 
@@ -271,10 +280,19 @@ def _overrides_alone(request: Request) -> tuple[str, ...]:
     return (model_override(display_path(Path(path))), *request.overrides)
 
 
+def _monitor_of(requests: Sequence[Request]) -> str | None:
+    """Return the metric that trials are compared by; None if it isn't the same one in all of them."""
+    checkpoints = [request.config.checkpoint for request in requests]
+    if len({(checkpoint.monitor, checkpoint.mode) for checkpoint in checkpoints}) > 1:
+        return None
+    return checkpoints[0].monitor
+
+
 def _created(
-    asked: SweepRequest, first: Request, *, trials: tuple[Trial, ...], search: SearchPlan | None
+    asked: SweepRequest, requests: Sequence[Request], *, trials: tuple[Trial, ...], search: SearchPlan | None
 ) -> tuple[SweepFolder, SweepPlan]:
-    """Make the folder of a new sweep, with its plan; return it. first: one of its trials."""
+    """Make the folder of a new sweep, with its plan; return it. requests: those of its first trials, at least one."""
+    first = requests[0]
     assert first.sub_run is not None
     folder = SweepFolder(first.sub_run.parent)
     plan = SweepPlan(
@@ -284,7 +302,7 @@ def _created(
         search_path=asked.search_path,
         job=asked.common.job,
         recipe=asked.common.recipe,
-        monitor=first.config.checkpoint.monitor,
+        monitor=_monitor_of(requests),
         mode=first.config.checkpoint.mode,
         over=asked.settings.over,
         search=search,
@@ -314,12 +332,17 @@ def _search(asked: SweepRequest, sampler: Node) -> int:
     for chosen in space.samples():
         candidates += compose(chosen)
     _check_told_apart(candidates)
+    if _monitor_of(candidates) is None:
+        raise ConfigError(
+            "A search compares its trials by checkpoint.monitor and checkpoint.mode, which aren't the same in all of "
+            "them. Type one value of each."
+        )
     if asked.common.job == "plan":
         raise ConfigError("job=plan shows the trials of a grid, and those of a search aren't known before they run.")
     count = settings.n_trials * len(blocks)
     slots = _slots(asked, candidates[: len(blocks)], count=count)
     if asked.saved is None:
-        folder, plan = _created(asked, candidates[0], trials=(), search=settings.plan())
+        folder, plan = _created(asked, candidates, trials=(), search=settings.plan())
         search = OptunaSearch(settings, folder)
     else:
         folder = asked.saved.folder
@@ -328,7 +351,10 @@ def _search(asked: SweepRequest, sampler: Node) -> int:
         _check_search_unchanged(asked, asked.saved.plan, fixed=fixed, space=space, folder=folder)
         plan = folder.update(lambda saved: _with_settings(saved, settings, changes=asked.changes))
     claims = _claims_of(folder)
-    trials = SearchTrials(folder, search, claims=claims, compose=compose, retries=asked.settings.retries)
+    reopened = search.reopen_failed() if asked.settings.retry == "failed" else frozenset()
+    trials = SearchTrials(
+        folder, search, claims=claims, compose=compose, retries=asked.settings.retries, reopened=reopened
+    )
     print(f"A search of {format_count(count, 'trial')} in {display_path(folder.path)}{_at_a_time(slots)}", flush=True)
     return _run(
         asked, folder, plan, trials=trials, claims=claims, slots=slots, requests=trials.requests, common=set(fixed)
@@ -414,9 +440,9 @@ def _run_grid(
     by_hash = {config_hash(request.raw): request for request in requests}
     by_number = {trial.number: by_hash[trial.config_hash] for trial in plan.trials if trial.config_hash in by_hash}
     claims = _claims_of(folder)
-    trials = GridTrials(
-        folder, plan.trials, claims=claims, retries=settings.retries, retries_failed=settings.retry == "failed"
-    )
+    # Another command may have added trials meanwhile, and runs them itself.
+    own = [trial for trial in plan.trials if trial.number in by_number]
+    trials = GridTrials(folder, own, claims=claims, retries=settings.retries, retries_failed=settings.retry == "failed")
     count = format_count(len(plan.trials), "trial")
     if trials.num_left < len(plan.trials):
         count = f"{trials.num_left} of {count}"
@@ -531,7 +557,7 @@ def _test_best(asked: SweepRequest, folder: SweepFolder, plan: SweepPlan) -> int
     Only the best one, so that nothing is chosen by the test part.
     """
     results = read_results(folder, plan.trials)
-    best = best_trial(ranked_rows(results, over=plan.over, mode=plan.mode), mode=plan.mode)
+    best = best_trial(ranked_rows(results, over=plan.over, monitor=plan.monitor, mode=plan.mode), mode=plan.mode)
     if best is None:
         return 0
     run_dir = folder.trial(best.number)

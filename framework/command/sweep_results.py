@@ -27,7 +27,7 @@ _RESULTS_EVERY_S = 10.0
 def print_results(folder: SweepFolder, plan: SweepPlan) -> None:
     """Print the table and what can be done next; write results.csv."""
     results = read_results(folder, plan.trials)
-    rows = ranked_rows(results, over=plan.over, mode=plan.mode)
+    rows = ranked_rows(results, over=plan.over, monitor=plan.monitor, mode=plan.mode)
     width = shutil.get_terminal_size().columns
     if plan.job == "eval":
         models = read_evaluations(results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol, final
@@ -145,6 +145,7 @@ class SearchTrials:
     Args:
         compose: returns the requests of a row, given the overrides that the search has chosen.
         retries: how often a trial that fails is started again.
+        reopened: the rows whose trials that failed before this command are started again, too.
     """
 
     def __init__(
@@ -155,9 +156,11 @@ class SearchTrials:
         claims: Claims,
         compose: Callable[[Sequence[str]], list[Request]],
         retries: int,
+        reopened: Collection[int] = (),
     ) -> None:
         self._folder = folder
         self._search = search
+        self._reopened = reopened
         self._claims = claims
         self._compose = compose
         self._retries = retries
@@ -255,7 +258,7 @@ class SearchTrials:
         (trial,) = self._folder.add_trials([blank])
         row.trials[position] = trial
         (result,) = read_results(self._folder, [trial])
-        is_retried = self._failures[trial.number] > 0
+        is_retried = self._failures[trial.number] > 0 or row.index in self._reopened
         if not needs_work(result, retries_failed=is_retried):
             self._take_result(row, result)
             return None

@@ -83,7 +83,7 @@ def _tables_of_sweeps(paths: Sequence[str], *, outputs: Path) -> list[str]:
             # Its runs are listed all the same.
             print_left_out(str(error))
             continue
-        rows = ranked_rows(read_results(folder, plan.trials), over=plan.over, mode=plan.mode)
+        rows = ranked_rows(read_results(folder, plan.trials), over=plan.over, monitor=plan.monitor, mode=plan.mode)
         if plan.job == "train" and any(len(row.trials) > 1 for row in rows):
             table = table_text(rows, monitor=plan.monitor, over=plan.over, width=terminal_width())
             tables.append(f"{display_path(folder.path)}\n{table}")

@@ -10,6 +10,7 @@ from framework.config.find_run import is_run, suggested_path
 from framework.config.overrides import path_argument
 from framework.errors import ConfigError
 from framework.sweeps.folder import SWEEPS, SweepFolder, SweepPlan
+from framework.sweeps.search import is_over
 from framework.system.run_dir import read_object
 
 # How trials end that are run again only on request.
@@ -36,8 +37,8 @@ def find_sweep(path: str | Path, *, key: str = "resume") -> SweepFolder:
     return folder
 
 
-def newest_unfinished_sweep(outputs: Path, *, is_own: Callable[[SweepFolder], bool]) -> SweepFolder | None:
-    """Return the newest sweep in `path.outputs` that has something left to run, and for which `is_own` holds.
+def newest_unfinished_sweep(outputs: Path, *, fits: Callable[[SweepFolder], bool]) -> SweepFolder | None:
+    """Return the newest sweep in `path.outputs` that has something left to run, and for which `fits` holds.
 
     None if there is none. It may still be running. Raises ConfigError if the plan of a sweep can't be read.
     """
@@ -47,15 +48,15 @@ def newest_unfinished_sweep(outputs: Path, *, is_own: Callable[[SweepFolder], bo
     # The names of sweeps begin with the time.
     for place in sorted(sweeps.iterdir(), reverse=True):
         folder = SweepFolder(place)
-        if is_sweep(place) and _is_unfinished(folder) and is_own(folder):
+        if is_sweep(place) and fits(folder) and _is_unfinished(folder):
             return folder
     return None
 
 
 def _is_unfinished(folder: SweepFolder) -> bool:
-    """Return True if a trial has yet to end, or if a search has trials to come."""
+    """Return True if a trial has yet to end, or if a search has some to come."""
     plan = SweepPlan.read(folder)
-    if plan.search is not None and len(plan.trials) < plan.search.n_trials:
+    if plan.search is not None and not is_over(folder.study_file, n_trials=plan.search.n_trials):
         return True
     for trial in plan.trials:
         record = read_object(folder.trial(trial.number).run_file) or {}

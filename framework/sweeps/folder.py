@@ -270,6 +270,15 @@ def hidden_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list
     return [key for key in first if first[key] != second.get(key)]
 
 
+def idle_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the sections that differ between two configurations with the same `config_hash`: they run the same."""
+    keys = []
+    for key in {**one, **other}:
+        if one.get(key) != other.get(key):
+            keys.append(key)
+    return keys
+
+
 def _what_runs(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a configuration that decides what is run."""
     left_out = set(_SAME_RUN)

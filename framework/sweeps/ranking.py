@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from framework.config.overrides import key_of
@@ -28,7 +29,7 @@ class Row:
     overrides: tuple[str, ...]
     # Of the trials that have finished.
     scores: Scores = field(default_factory=dict)
-    # From 1; equal means have the same rank. None if no trial has finished with a score.
+    # From 1; equal means have the same rank. None if the row isn't ranked.
     rank: int | None = None
     # True: within noise of the best row. False: told apart from it. None: it is the best row, or it can't be compared
     # with that, because fewer than two values of `sweep.over` have finished in both.
@@ -38,6 +39,11 @@ class Row:
     def n(self) -> int:
         """Return the number of scores that the mean is of."""
         return len(self.scores)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if every trial has finished with a score."""
+        return all(trial.final_score is not None for trial in self.trials)
 
     @property
     def mean(self) -> float | None:
@@ -63,15 +69,21 @@ class Row:
         return two_sided_quantile(_OUTSIDE_INTERVAL, df=self.n - 1) * self.sd / math.sqrt(self.n)
 
 
-def ranked_rows(results: Sequence[TrialResult], *, over: Collection[str], mode: str) -> list[Row]:
-    """Return the rows, the best one first. Those without a score come last, in the order of their trials.
+def ranked_rows(results: Sequence[TrialResult], *, over: Collection[str], monitor: str | None, mode: str) -> list[Row]:
+    """Return the rows, the best one first. Those that aren't ranked come last, in the order of their trials.
+
+    A row with fewer finished trials than any complete row isn't ranked: one lucky seed would beat the mean of five.
 
     Args:
         over: the keys of `sweep.over`.
+        monitor: the metric that all scores are of. None: they can't be compared, and no row is ranked.
         mode: `min` or `max`: which scores are better.
     """
     rows = _rows(results, over=over)
-    with_mean = [(row.mean, row) for row in rows if row.mean is not None]
+    if monitor is None:
+        return rows
+    fewest = min((row.n for row in rows if row.is_complete), default=1)
+    with_mean = [(row.mean, row) for row in rows if row.mean is not None and row.n >= fewest]
     with_mean.sort(key=lambda item: item[0], reverse=mode == "max")
     is_told_apart = told_apart([row.scores for _, row in with_mean], best=0)
 
@@ -86,17 +98,18 @@ def ranked_rows(results: Sequence[TrialResult], *, over: Collection[str], mode: 
         if index in is_told_apart:
             is_tied = not is_told_apart[index]
         ranked.append(replace(row, rank=rank, is_tied=is_tied))
-    return ranked + [row for row in rows if row.mean is None]
+    with_rank = [row for _, row in with_mean]
+    return ranked + [row for row in rows if row not in with_rank]
 
 
 def best_trial(rows: Sequence[Row], *, mode: str) -> TrialResult | None:
-    """Return the best trial of the best row; None if no trial has finished with a score. rows: as `ranked_rows`."""
+    """Return the best trial of the best row; None if no row is ranked. rows: as `ranked_rows`."""
+    if not rows or rows[0].rank is None:
+        return None
     scored: list[tuple[float, TrialResult]] = []
-    for trial in rows[0].trials if rows else ():
+    for trial in rows[0].trials:
         if trial.final_score is not None:
             scored.append((trial.final_score, trial))
-    if not scored:
-        return None
     choose = max if mode == "max" else min
     _, trial = choose(scored, key=lambda item: item[0])
     return trial
@@ -107,8 +120,8 @@ def _rows(results: Sequence[TrialResult], *, over: Collection[str]) -> list[Row]
     trials: dict[frozenset[str], list[TrialResult]] = {}
     for result in results:
         _, setting = _split(result.overrides, over=over)
-        # Values that are added to a sweep later may come in another order.
-        trials.setdefault(frozenset(setting), []).append(result)
+        # Values that are added to a sweep later may come in another order, and be typed in another way.
+        trials.setdefault(frozenset(map(_as_number, setting)), []).append(result)
 
     rows = []
     for row_trials in trials.values():
@@ -121,6 +134,15 @@ def _rows(results: Sequence[TrialResult], *, over: Collection[str]) -> list[Row]
                 scores.setdefault(block, trial.final_score)
         rows.append(Row(trials=tuple(row_trials), overrides=setting, scores=scores))
     return rows
+
+
+def _as_number(override: str) -> str:
+    """Return an override with its number in one spelling: 0.01 and 1e-2 are one setting. Others stay as typed."""
+    key, is_value, value = override.partition("=")
+    for number in (int, float):
+        with suppress(ValueError):
+            return f"{key}{is_value}{number(value)!r}"
+    return override
 
 
 def _split(overrides: Sequence[str], *, over: Collection[str]) -> tuple[Block, tuple[str, ...]]:

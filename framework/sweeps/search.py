@@ -88,8 +88,11 @@ class Search(Protocol):
         a pruned one is the last that was reported.
         """
 
-    def reopen(self, index: int) -> None:
-        """Have a failed trial reported and told again, because it is run again. It keeps its index and values."""
+    def reopen_failed(self) -> frozenset[int]:
+        """Have failed trials reported and told again, because they are run again; return their indices.
+
+        They keep their indices and values.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,25 +250,23 @@ class OptunaSearch:
             else:
                 self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
-    def reopen(self, index: int) -> None:
+    def reopen_failed(self) -> frozenset[int]:
         from optuna.trial import TrialState, create_trial
 
         with self._journal():
-            failed = self._trials()[index]
-            # It runs already: the worker that reopened it has ended.
-            if not failed.state.is_finished():
-                return
-            if failed.state != TrialState.FAIL:
-                raise ValueError(f"trial {index} of the search has ended as {failed.state.name}, not as failed")
-            self._study.add_trial(
-                create_trial(
-                    state=TrialState.RUNNING,
-                    params=failed.params,
-                    distributions=failed.distributions,
-                    user_attrs=failed.user_attrs,
-                    system_attrs=failed.system_attrs,
+            failed = {index: trial for index, trial in self._trials().items() if trial.state == TrialState.FAIL}
+            for trial in failed.values():
+                # Optuna changes no trial that has ended.
+                self._study.add_trial(
+                    create_trial(
+                        state=TrialState.RUNNING,
+                        params=trial.params,
+                        distributions=trial.distributions,
+                        user_attrs=trial.user_attrs,
+                        system_attrs=trial.system_attrs,
+                    )
                 )
-            )
+        return frozenset(failed)
 
     @contextmanager
     def _journal(self) -> Iterator[None]:
@@ -305,6 +306,25 @@ class OptunaSearch:
         trial = study.ask(self._distributions)
         trial.set_user_attr(_INDEX, index)
         return study.get_trials(deepcopy=False)[-1]
+
+
+def is_over(file: Path, *, n_trials: int) -> bool:
+    """Return True if a search has chosen all of its trials, and its journal says how each has ended. Changes nothing.
+
+    False if Optuna can't read the journal: whoever continues the search is told why.
+    """
+    if not _is_installed() or not file.is_file():
+        return False
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        study = optuna.load_study(study_name=None, storage=open_storage(file, lock=None))
+        has_ended = {trial.user_attrs[_INDEX]: trial.state.is_finished() for trial in study.get_trials(deepcopy=False)}
+    # The journal may be damaged or anybody's.
+    except Exception:
+        return False
+    return len(has_ended) >= n_trials and all(has_ended.values())
 
 
 def importances(file: Path) -> dict[str, float]:

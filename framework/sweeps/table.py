@@ -38,7 +38,7 @@ def table_text(rows: Sequence[Row], *, monitor: str | None, over: Collection[str
 
     Args:
         rows: as `ranked_rows` returns them.
-        monitor: the name of the metric that the scores are of.
+        monitor: the name of the metric that the scores are of; None if they aren't of one.
         over: the keys of `sweep.over`.
         width: of the terminal. Columns that don't fit go on lines below.
     """
@@ -60,7 +60,7 @@ def table_text(rows: Sequence[Row], *, monitor: str | None, over: Collection[str
     lines = fitted_table(cells, below=below, right=_RIGHT_ALIGNED, width=width)
     trials = [trial for row in rows for trial in row.trials]
     lines.append("")
-    for note in (*_notes(rows, over=over), _counts(trials)):
+    for note in (*_notes(rows, monitor=monitor, over=over), _counts(trials)):
         lines += textwrap.wrap(note, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 
@@ -212,9 +212,14 @@ def _mean_of(values: Sequence[float | None], *, digits: int) -> str:
     return f"{sum(known) / len(known):,.{digits}f}"
 
 
-def _notes(rows: Sequence[Row], *, over: Collection[str]) -> list[str]:
-    """Return what the marks in the table mean."""
+def _notes(rows: Sequence[Row], *, monitor: str | None, over: Collection[str]) -> list[str]:
+    """Return what the marks in the table mean, and why rows have no rank."""
     notes = []
+    unranked = [row for row in rows if row.rank is None and row.n > 0]
+    if unranked and monitor is None:
+        notes.append("not ranked: the trials don't have the same checkpoint.monitor and checkpoint.mode")
+    elif unranked:
+        notes.append(f"not ranked: {format_count(len(unranked), 'row')} with fewer finished trials than the others")
     if any(row.half_width is not None for row in rows):
         notes.append("±: the 95 % interval of the mean (Student's t)")
     if any(row.is_tied for row in rows):

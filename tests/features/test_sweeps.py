@@ -189,6 +189,57 @@ def test_failed_trials_are_restarted_on_request(sweep, tmp_path):
     assert results.run_file(folder / "0")["started"] == first
 
 
+def test_failed_trials_of_a_search_are_restarted_on_request(sweep, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    search = ("sweep=optuna", "sweep.n_trials=2", "optimizer.lr=interval(0.01,0.1)", "sweep.pruner=null")
+    typed = ("recipe=toy", *SHORT, *search, "seed=1,2", "sweep.jobs=1", *FAILS)
+    assert sweep(*typed).status == 1
+    folder = sweep_folder(tmp_path)
+    assert statuses(folder) == ["finished", "failed"] * 2
+    (tmp_path / "repaired").touch()
+    first = results.run_file(folder / "0")["started"]
+    assert sweep(f"resume={folder}").status == 0
+    assert statuses(folder) == ["finished", "failed"] * 2
+    answer = sweep(f"resume={folder}", "sweep.retry=failed")
+    assert answer.status == 0, answer.err
+    assert statuses(folder) == ["finished"] * 4
+    assert results.run_file(folder / "0")["started"] == first
+
+
+@pytest.mark.parametrize("swept", ["+tags=[a],[b]", "logger=jsonl,tensorboard", "trainer.progress=off,auto"])
+def test_values_that_change_nothing_are_no_trials(sweep, tmp_path, swept):
+    answer = sweep("recipe=toy", "trainer.max_epochs=1", *LIMITS, swept.lstrip("+"))
+    assert answer.status == 2
+    key = swept.lstrip("+").partition("=")[0].partition(".")[0]
+    assert f"Trials differ only in {key}, which changes nothing that a trial computes" in answer.err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_trials_of_different_metrics_are_not_ranked(sweep, tmp_path):
+    """As in a sweep over recipes."""
+    answer = sweep("recipe=digits", *SHORT, "checkpoint.monitor=val/loss,val/accuracy")
+    assert answer.status == 0, answer.err
+    assert "not ranked: the trials don't have the same checkpoint.monitor and" in answer.out
+    assert "best         trial" not in answer.out
+    lines = table(sweep_folder(tmp_path))
+    assert [line["status"] for line in lines] == ["finished", "finished"]
+    assert all(float(line["score"]) > 0 for line in lines)
+
+
+def test_a_sweep_is_not_continued_with_another_recipe(sweep, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    sweep("recipe=toy", *SHORT, "seed=1,3", *FAILS)
+    folder = sweep_folder(tmp_path)
+    (folder / "1" / "run.json").unlink()
+    answer = sweep(f"resume={folder}", "recipe=digits")
+    assert answer.status == 2
+    assert "recipe=digits can't go with resume: that sweep's recipe is toy" in answer.err
+    answer = sweep("resume=auto", "recipe=digits", "job=plan", "seed=1,2")
+    assert "no unfinished sweep in outputs/multirun; a new one begins" in answer.err
+    answer = sweep("resume=auto", "recipe=toy", "job=plan", "seed=1,2")
+    assert f"resume=auto: outputs/multirun/{folder.name}" in answer.err
+
+
 def test_new_values_add_trials_and_repeat_none(sweep, tmp_path):
     sweep("recipe=toy", *SHORT, "seed=1,2")
     folder = sweep_folder(tmp_path)

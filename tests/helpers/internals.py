@@ -260,7 +260,7 @@ if TYPE_CHECKING:
     from framework.sweeps.folder import SearchPlan, SweepFolder, SweepPlan, Trial, config_hash
     from framework.sweeps.ranking import Row, best_trial, ranked_rows
     from framework.sweeps.results import TrialResult, read_results
-    from framework.sweeps.search import Asked, OptunaSearch, SearchSettings, importances
+    from framework.sweeps.search import Asked, OptunaSearch, SearchSettings, importances, is_over
     from framework.sweeps.space import Choice, Integers, Space, Steps, split_space, value_text
     from framework.sweeps.space import Interval as FloatInterval
     from framework.sweeps.student_t import two_sided_p, two_sided_quantile

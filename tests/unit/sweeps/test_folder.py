@@ -448,7 +448,7 @@ def test_nothing_is_written_through_a_symlink(folder: SweepFolder, name: str) ->
 
 
 def unfinished(outputs: Path, *, not_own: tuple[SweepFolder, ...] = ()) -> SweepFolder | None:
-    return newest_unfinished_sweep(outputs, is_own=lambda folder: folder not in not_own)
+    return newest_unfinished_sweep(outputs, fits=lambda folder: folder not in not_own)
 
 
 def test_the_newest_unfinished_sweep_is_resumed(folder: SweepFolder, tmp_path: Path) -> None:
@@ -471,16 +471,6 @@ def test_the_newest_unfinished_sweep_is_resumed(folder: SweepFolder, tmp_path: P
     # Damage is a reason to run it again.
     folder.trial(1).run_file.write_text("{")
     assert unfinished(outputs) == folder
-
-
-def test_a_search_is_unfinished_until_all_trials_were_asked_for(folder: SweepFolder, tmp_path: Path) -> None:
-    SEARCH.write(folder)
-    end(folder, "finished", "finished", "finished")
-    assert unfinished(tmp_path / "outputs") == folder
-    folder.add_trials([trial(0, "optimizer.lr=0.3")])
-    added = SweepPlan.read(folder).trials[2]
-    end(folder, *["finished"] * added.number, "finished")
-    assert unfinished(tmp_path / "outputs") is None
 
 
 def test_a_damaged_sweep_stops_the_choice(folder: SweepFolder, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ SEED = ("seed",)
 
 def rows_of(scores: Mapping[str, Sequence[float]], *, mode: str = "max") -> dict[str, Row]:
     """Return the ranked rows by the override of their setting."""
-    return {row.overrides[-1]: row for row in ranked_rows(repeated(scores), over=SEED, mode=mode)}
+    return {row.overrides[-1]: row for row in ranked_rows(repeated(scores), over=SEED, monitor="m", mode=mode)}
 
 
 def test_a_row_is_what_differs_in_the_seed_only() -> None:
@@ -28,11 +28,11 @@ def test_a_row_is_what_differs_in_the_seed_only() -> None:
         result(3, "seed=2", "optimizer.lr=2", score=4.0),
         result(4, "+data.fold=1", "optimizer.lr=2", "seed=3", score=9.0),
     ]
-    rows = ranked_rows(trials, over=SEED, mode="min")
+    rows = ranked_rows(trials, over=SEED, monitor="m", mode="min")
     assert [[trial.number for trial in row.trials] for row in rows] == [[0, 2], [1, 3], [4]]
     assert [row.overrides[1:] for row in rows][:2] == [("optimizer.lr=1",), ("optimizer.lr=2",)]
     assert [row.mean for row in rows] == [2.0, 3.0, 9.0]
-    with_folds = ranked_rows(trials, over=("seed", "data.fold"), mode="min")
+    with_folds = ranked_rows(trials, over=("seed", "data.fold"), monitor="m", mode="min")
     assert [[trial.number for trial in row.trials] for row in with_folds] == [[0, 2], [1, 3, 4]]
 
 
@@ -47,7 +47,7 @@ def test_a_row_has_mean_deviation_and_interval() -> None:
 
 def test_a_setting_tried_twice_counts_once() -> None:
     trials = [result(number, "a=1", "seed=1", score=score) for number, score in enumerate((0.5, 0.75))]
-    (row,) = ranked_rows(trials, over=SEED, mode="max")
+    (row,) = ranked_rows(trials, over=SEED, monitor="m", mode="max")
     assert (row.n, row.mean, row.half_width) == (1, 0.5, None)
 
 
@@ -80,7 +80,7 @@ def test_only_finished_trials_count() -> None:
         result(5, "a=2", "seed=4", score=2.0),
         result(6, "a=3", "seed=1", status="waiting"),
     ]
-    rows = ranked_rows(trials, over=SEED, mode="max")
+    rows = ranked_rows(trials, over=SEED, monitor="m", mode="max")
     assert [(row.overrides[1], row.rank, row.n, row.mean) for row in rows] == [
         ("a=2", 1, 2, 1.5),
         ("a=1", None, 0, None),
@@ -89,14 +89,43 @@ def test_only_finished_trials_count() -> None:
     assert rows[1].half_width is None
 
 
+def test_a_row_that_lacks_a_trial_is_behind_complete_ones() -> None:
+    lucky = [result(0, "a=1", "seed=1", score=9.0), result(1, "a=1", "seed=2", status="failed")]
+    complete = [result(2, "a=2", "seed=1", score=1.0), result(3, "a=2", "seed=2", score=2.0)]
+    rows = ranked_rows([*lucky, *complete], over=SEED, monitor="m", mode="max")
+    assert [(row.overrides[1], row.rank, row.mean) for row in rows] == [("a=2", 1, 1.5), ("a=1", None, 9.0)]
+    best = best_trial(rows, mode="max")
+    assert best is not None
+    assert best.number == 3
+    # Before any is complete, they say what is known.
+    (row,) = ranked_rows(lucky, over=SEED, monitor="m", mode="max")
+    assert (row.rank, row.n) == (1, 1)
+
+
+def test_one_number_is_one_setting_however_it_is_typed() -> None:
+    spellings = ("a=0.01", "a=1e-2", "a=.01")
+    trials = [result(seed, text, f"seed={seed}", score=1.0) for seed, text in enumerate(spellings)]
+    (row,) = ranked_rows(trials, over=SEED, monitor="m", mode="max")
+    assert row.n == 3
+    others = [result(seed, text, "seed=0", score=1.0) for seed, text in enumerate(("a=x", "a=1e-2x", "b=1", "a=1"))]
+    assert len(ranked_rows(others, over=SEED, monitor="m", mode="max")) == 4
+
+
+def test_scores_of_different_metrics_are_not_ranked() -> None:
+    trials = repeated({"a=1": [0.5, 0.1], "a=2": [0.2, 0.3]})
+    rows = ranked_rows(trials, over=SEED, monitor=None, mode="max")
+    assert [row.rank for row in rows] == [None, None]
+    assert best_trial(rows, mode="max") is None
+
+
 def test_the_best_trial_is_one_of_the_best_row() -> None:
     trials = repeated({"a=1": [0.5, 0.1], "a=2": [0.2, 0.3], "a=3": [0.4, 0.4]})
     for mode, number in (("max", 4), ("min", 2)):
-        trial = best_trial(ranked_rows(trials, over=SEED, mode=mode), mode=mode)
+        trial = best_trial(ranked_rows(trials, over=SEED, monitor="m", mode=mode), mode=mode)
         assert trial is not None
         assert trial.number == number
     unfinished: list[TrialResult] = [result(0, "a=1", status="failed", score=1.0)]
-    assert best_trial(ranked_rows(unfinished, over=SEED, mode="max"), mode="max") is None
+    assert best_trial(ranked_rows(unfinished, over=SEED, monitor="m", mode="max"), mode="max") is None
     assert best_trial([], mode="max") is None
 
 
@@ -124,7 +153,7 @@ def test_what_can_not_be_compared_is_not_called_tied() -> None:
         result(2, "a=2", "seed=2", score=0.5),
         result(3, "a=2", "seed=3", score=0.6),
     ]
-    assert [row.is_tied for row in ranked_rows(trials, over=SEED, mode="max")] == [None, None]
+    assert [row.is_tied for row in ranked_rows(trials, over=SEED, monitor="m", mode="max")] == [None, None]
 
 
 @pytest.mark.parametrize("huge", [0.8e154, 1e200, 1.7e308])

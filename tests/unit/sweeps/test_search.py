@@ -18,7 +18,7 @@ import pytest
 from optuna.trial import TrialState
 
 from framework.errors import ConfigError
-from tests.helpers.internals import OptunaSearch, SweepFolder, importances, search_module
+from tests.helpers.internals import OptunaSearch, SweepFolder, importances, is_over, search_module
 from tests.unit.sweeps.searches import (
     OVERRIDES,
     TPE,
@@ -154,24 +154,39 @@ def test_the_first_end_of_a_trial_counts(tmp_path: Path) -> None:
     assert (trial.state, trial.value, trial.intermediate_values) == (TrialState.COMPLETE, 1.0, {})
 
 
-def test_a_failed_trial_can_run_again(tmp_path: Path) -> None:
-    settings = settings_of(n_trials=2)
+def test_failed_trials_can_run_again(tmp_path: Path) -> None:
+    settings = settings_of(n_trials=3)
     search = new_search(tmp_path, settings)
-    first = search.ask()
-    second = search.ask()
-    assert first is not None
-    assert second is not None
+    asked = [search.ask() for _ in range(3)]
     search.tell(0, value=None, state="failed")
-    search.reopen(0)
+    search.tell(1, value=0.5, state="finished")
+    assert search.reopen_failed() == {0}
     # Whoever continues the search after a kill sees it.
-    assert OptunaSearch(settings, SweepFolder(tmp_path)).open_trials() == [first, second]
-    search.reopen(0)
+    assert OptunaSearch(settings, SweepFolder(tmp_path)).open_trials() == [asked[0], asked[2]]
+    assert search.reopen_failed() == frozenset()
     search.tell(0, value=0.25, state="finished")
-    assert search.open_trials() == [second]
+    assert search.open_trials() == [asked[2]]
     assert search.ask() is None
-    assert [trial.value for trial in trials_in(tmp_path)] == [None, None, 0.25]
-    with pytest.raises(ValueError, match="trial 0 of the search has ended as COMPLETE"):
-        search.reopen(0)
+    assert [trial.value for trial in trials_in(tmp_path)] == [None, 0.5, None, 0.25]
+
+
+def test_a_search_is_over_when_all_trials_have_ended(tmp_path: Path) -> None:
+    search = new_search(tmp_path, settings_of(n_trials=2))
+    file = SweepFolder(tmp_path).study_file
+    assert not is_over(tmp_path / "nothing.log", n_trials=0)
+    assert search.ask() is not None
+    search.tell(0, value=1.0, state="finished")
+    assert not is_over(file, n_trials=2)
+    assert search.ask() is not None
+    assert not is_over(file, n_trials=2)
+    search.tell(1, value=None, state="failed")
+    assert is_over(file, n_trials=2)
+    assert not is_over(file, n_trials=3)
+    search.reopen_failed()
+    assert not is_over(file, n_trials=2)
+    # Whoever continues it is told what is wrong.
+    file.write_text("[]\n")
+    assert not is_over(file, n_trials=2)
 
 
 def test_a_total_can_be_raised(tmp_path: Path) -> None:

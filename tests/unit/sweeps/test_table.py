@@ -21,7 +21,7 @@ SCORES = {
 
 
 def table(trials: Sequence[TrialResult], *, width: int = 10_000, mode: str = "max", monitor: str = "val/acc") -> str:
-    rows = ranked_rows(trials, over=("seed",), mode=mode)
+    rows = ranked_rows(trials, over=("seed",), monitor="m", mode=mode)
     return table_text(rows, monitor=monitor, over=("seed",), width=width)
 
 
@@ -146,7 +146,7 @@ def test_the_best_trial_has_its_commands(tmp_path: Path, monkeypatch: pytest.Mon
     ]
 
     def shown(*trials: TrialResult) -> list[str]:
-        return best_text(ranked_rows(trials, over=(), mode="min"), mode="min").splitlines()
+        return best_text(ranked_rows(trials, over=(), monitor="m", mode="min"), mode="min").splitlines()
 
     assert shown(*trials) == [
         "  best         trial 1: lr=0.2",
@@ -161,7 +161,7 @@ def test_the_best_trial_has_its_commands(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_commands_are_quoted_and_name_the_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "my runs, 2" / "0"
-    rows = ranked_rows([result(0, "path.outputs='my runs, 2'", score=0.5, run=run)], over=(), mode="min")
+    rows = ranked_rows([result(0, "path.outputs='my runs, 2'", score=0.5, run=run)], over=(), monitor="m", mode="min")
     command = best_text(rows, mode="min").partition("train again")[2]
     assert shlex.split(command) == ["python", "-m", "framework", "rerun='my runs, 2/0'", "path.outputs='my runs, 2'"]
 
