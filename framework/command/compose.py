@@ -208,7 +208,7 @@ class _Command:
             elif self._is_sweep:
                 # `resume=auto` has found none.
                 typed = [text for text in typed if key_of(text) != "resume"]
-            asked = typed
+            of_command = typed
             if self._is_sweep:
                 self._models = typed_models(typed)
             if self._models:
@@ -230,7 +230,7 @@ class _Command:
                 # A file may ask for a sweep, too.
                 is_sweep = self._is_sweep or config.hydra.mode is RunMode.MULTIRUN
                 if is_sweep:
-                    sweep = self._sweep_request(config, asked=asked, overrides=overrides, saved=saved)
+                    sweep = self._sweep_request(config, typed=of_command, overrides=overrides, saved=saved)
                 else:
                     _refuse_sweep_keys(overrides)
                     raw, task_overrides = resolved(config)
@@ -325,13 +325,13 @@ class _Command:
         return saved
 
     def _sweep_request(
-        self, config: DictConfig, *, asked: Sequence[str], overrides: Sequence[str], saved: SavedSweep | None
+        self, config: DictConfig, *, typed: Sequence[str], overrides: Sequence[str], saved: SavedSweep | None
     ) -> SweepRequest:
         """Return what the command asks of a sweep.
 
         Args:
             config: what its trials have in common.
-            asked: what is typed, with what was typed before for a sweep that is continued.
+            typed: what is typed, with what was typed before for a sweep that is continued.
             overrides: those to compose, of the first model if the sweep is over several.
         """
         from framework.command.check_trials import check_trials
@@ -369,7 +369,7 @@ class _Command:
             compose_trials=compose_trials,
             saved=saved,
             changes=tuple(self._changes),
-            typed=tuple(text for text in asked if key_of(text) not in ("resume", "sweep.worker", "sweep.retry")),
+            typed=tuple(text for text in typed if key_of(text) not in ("resume", "sweep.worker", "sweep.retry")),
             arguments=tuple(self._arguments),
             search_path=self._search_path,
             fork_server=self._fork_server,

@@ -112,7 +112,12 @@ def _unreadable(text: str) -> str:
     advice = f"Text with special characters needs two kinds of quotes: {key}=\"'…'\""
     plain = value.strip("=, ")
     words = text.split()
-    if len(words) > 1 and all(is_override(word) for word in words):
+    # What Python makes of bytes that aren't UTF-8.
+    if re.search("[\udc80-\udcff]", text):
+        advice = "It isn't UTF-8 text."
+    elif key != key.strip() and re.fullmatch(r"[\w./-]+", value.strip()):
+        advice = f"Type {key.strip()}={value.strip()}"
+    elif len(words) > 1 and all(is_override(word) for word in words):
         advice = f"Each override is a word of its own: {shlex.join(words)}"
     elif re.search("[“”‘’]", text):
         advice = f"Quotes are straight: {re.sub('[“”‘’]', '', text)}"

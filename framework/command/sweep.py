@@ -125,62 +125,62 @@ class SweepRequest:
         return any(not is_of_sweeps(text) for text in self.changes)
 
 
-def run_sweep(asked: SweepRequest) -> JobResult:
+def run_sweep(sweep: SweepRequest) -> JobResult:
     """Plan the trials, run those that are left, print the table; return the exit status of the command.
 
     Raises FrameworkError for a mistake in any trial, before the first one starts.
     """
-    _refuse_swept_settings(asked)
-    _check_over(asked)
-    if asked.settings.sampler is not None:
-        return JobResult(_search(asked, asked.settings.sampler))
-    if asked.saved is not None and asked.saved.plan.search is not None:
+    _refuse_swept_settings(sweep)
+    _check_over(sweep)
+    if sweep.settings.sampler is not None:
+        return JobResult(_search(sweep, sweep.settings.sampler))
+    if sweep.saved is not None and sweep.saved.plan.search is not None:
         raise ConfigError(
-            f"{display_path(asked.saved.folder.path)} is a search. Leave out sweep=grid and sweep.sampler to continue "
+            f"{display_path(sweep.saved.folder.path)} is a search. Leave out sweep=grid and sweep.sampler to continue "
             "it."
         )
-    if asked.settings.n_trials is not None:
+    if sweep.settings.n_trials is not None:
         raise ConfigError(
-            f"sweep.n_trials={asked.settings.n_trials} is for a search, and this is a grid. Type sweep=optuna, or "
+            f"sweep.n_trials={sweep.settings.n_trials} is for a search, and this is a grid. Type sweep=optuna, or "
             "leave it out."
         )
     combinations: list[list[str]] = []
-    if asked.saved is None or asked.adds_trials:
-        combinations = asked.combine(asked.overrides)
-    requests = asked.compose_trials(combinations)
-    if not requests and (asked.saved is None or asked.common.job == "plan"):
+    if sweep.saved is None or sweep.adds_trials:
+        combinations = sweep.combine(sweep.overrides)
+    requests = sweep.compose_trials(combinations)
+    if not requests and (sweep.saved is None or sweep.common.job == "plan"):
         raise ConfigError("The sweep has no trials: one of its ranges is empty.")
     _check_told_apart(requests)
-    if asked.common.job == "plan":
-        answer(sweep_plan_text(requests, asked.settings))
+    if sweep.common.job == "plan":
+        answer(sweep_plan_text(requests, sweep.settings))
         return JobResult(0)
 
-    left = _left_of(asked, known={config_hash(request.raw) for request in requests})
+    left = _left_of(sweep, known={config_hash(request.raw) for request in requests})
     runnable = [*requests, *left]
     _check_outputs(runnable)
-    slots = _slots(asked, runnable, count=len(runnable))
-    folder, plan = _written(asked, requests)
-    return JobResult(_run_grid(asked, folder, plan, requests=runnable, slots=slots))
+    slots = _slots(sweep, runnable, count=len(runnable))
+    folder, plan = _written(sweep, requests)
+    return JobResult(_run_grid(sweep, folder, plan, requests=runnable, slots=slots))
 
 
-def _refuse_swept_settings(asked: SweepRequest) -> None:
-    for text in asked.overrides:
+def _refuse_swept_settings(sweep: SweepRequest) -> None:
+    for text in sweep.overrides:
         if is_of_sweeps(text) and is_swept(text):
             raise ConfigError(f"{text}: settings of the sweep itself can't be swept over. Give it one value.")
 
 
-def _check_over(asked: SweepRequest) -> None:
+def _check_over(sweep: SweepRequest) -> None:
     """Raise ConfigError if `sweep.over` is typed and names keys that the sweep has one value of."""
-    typed = [text for text in asked.changes if key_of(text) == "sweep.over"]
+    typed = [text for text in sweep.changes if key_of(text) == "sweep.over"]
     if not typed:
         return
-    if asked.saved is not None:
-        before = asked.saved.plan.over
-        if asked.settings.over != before:
+    if sweep.saved is not None:
+        before = sweep.saved.plan.over
+        if sweep.settings.over != before:
             raise ConfigError(f"{typed[-1]}: the sweep began with sweep.over=[{','.join(before)}]. Leave it out.")
         return
-    swept = {key_of(text) for text in asked.overrides if is_swept(text)}
-    for key in asked.settings.over:
+    swept = {key_of(text) for text in sweep.overrides if is_swept(text)}
+    for key in sweep.settings.over:
         if key not in swept:
             raise ConfigError(
                 f"{typed[-1]}: {key} has one value in all trials, so there is nothing to average over. Type several "
@@ -209,24 +209,24 @@ def _check_told_apart(requests: Sequence[Request]) -> None:
             )
 
 
-def _left_of(asked: SweepRequest, *, known: set[str]) -> list[Request]:
+def _left_of(sweep: SweepRequest, *, known: set[str]) -> list[Request]:
     """Return the requests of the saved sweep's unfinished trials, apart from those with a known hash.
 
     Raises ConfigError if a trial would be another one today. If trials are added, finished ones count: they are
     compared.
     """
-    if asked.saved is None:
+    if sweep.saved is None:
         return []
-    folder = asked.saved.folder
-    trials = [trial for trial in asked.saved.plan.trials if trial.config_hash not in known]
-    retries_failed = asked.settings.retry == "failed"
+    folder = sweep.saved.folder
+    trials = [trial for trial in sweep.saved.plan.trials if trial.config_hash not in known]
+    retries_failed = sweep.settings.retry == "failed"
     left = set()
     for trial, result in zip(trials, read_results(folder, trials), strict=True):
         if needs_work(result, retries_failed=retries_failed):
             left.add(trial.number)
-    if not (asked.adds_trials and load_job(asked.saved.plan.job).trains):
+    if not (sweep.adds_trials and load_job(sweep.saved.plan.job).trains):
         trials = [trial for trial in trials if trial.number in left]
-    requests = asked.compose_trials([trial.overrides for trial in trials])
+    requests = sweep.compose_trials([trial.overrides for trial in trials])
     for trial, request in zip(trials, requests, strict=True):
         _check_unchanged(trial, request, folder=folder)
     return [request for trial, request in zip(trials, requests, strict=True) if trial.number in left]
@@ -257,17 +257,17 @@ def _check_outputs(requests: Sequence[Request]) -> None:
         raise ConfigError(f"predict.output={outputs[0]} is that of several trials. Give each its own.")
 
 
-def _written(asked: SweepRequest, requests: Sequence[Request]) -> tuple[SweepFolder, SweepPlan]:
+def _written(sweep: SweepRequest, requests: Sequence[Request]) -> tuple[SweepFolder, SweepPlan]:
     """Write the sweep to disk, or add its new trials there; return it."""
     trials: dict[str, Trial] = {}
     for request in requests:
         key = config_hash(request.raw)
         trials.setdefault(key, Trial(len(trials), _overrides_alone(request), key))
-    if asked.saved is None:
-        return _created(asked, requests, trials=tuple(trials.values()), search=None)
-    folder = asked.saved.folder
+    if sweep.saved is None:
+        return _created(sweep, requests, trials=tuple(trials.values()), search=None)
+    folder = sweep.saved.folder
     folder.add_trials(list(trials.values()))
-    if requests and _monitor_of(requests) != asked.saved.plan.monitor:
+    if requests and _monitor_of(requests) != sweep.saved.plan.monitor:
         folder.update(lambda plan: replace(plan, monitor=None))
     return folder, SweepPlan.read_with_secrets(folder)
 
@@ -289,7 +289,7 @@ def _monitor_of(requests: Sequence[Request]) -> str | None:
 
 
 def _created(
-    asked: SweepRequest, requests: Sequence[Request], *, trials: tuple[Trial, ...], search: SearchPlan | None
+    sweep: SweepRequest, requests: Sequence[Request], *, trials: tuple[Trial, ...], search: SearchPlan | None
 ) -> tuple[SweepFolder, SweepPlan]:
     """Make the folder of a new sweep, with its plan; return it. requests: those of its first trials, at least one."""
     first = requests[0]
@@ -297,14 +297,14 @@ def _created(
     folder = SweepFolder(first.sub_run.parent)
     plan = SweepPlan(
         created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-        arguments=asked.arguments,
-        overrides=asked.typed,
-        search_path=asked.search_path,
-        job=asked.common.job,
-        recipe=asked.common.recipe,
+        arguments=sweep.arguments,
+        overrides=sweep.typed,
+        search_path=sweep.search_path,
+        job=sweep.common.job,
+        recipe=sweep.common.recipe,
         monitor=_monitor_of(requests),
         mode=first.config.checkpoint.mode,
-        over=asked.settings.over,
+        over=sweep.settings.over,
         search=search,
         trials=trials,
     )
@@ -316,17 +316,17 @@ def _created(
 # A search
 
 
-def _search(asked: SweepRequest, sampler: Node) -> int:
+def _search(sweep: SweepRequest, sampler: Node) -> int:
     """Run a search, a new one or one that is continued; return the exit status."""
-    over = _swept_over(asked.overrides, keys=asked.settings.over)
-    others = [text for text in asked.overrides if text not in over and not key_of(text).startswith("hydra")]
+    over = _swept_over(sweep.overrides, keys=sweep.settings.over)
+    others = [text for text in sweep.overrides if text not in over and not key_of(text).startswith("hydra")]
     fixed, space = split_space(others, loader=current_hydra().config_loader)
-    blocks = asked.combine(over) if over else [[]]
-    settings = _search_settings(asked, space, sampler=sampler)
+    blocks = sweep.combine(over) if over else [[]]
+    settings = _search_settings(sweep, space, sampler=sampler)
     settings.check()
 
     def compose(chosen: Sequence[str]) -> list[Request]:
-        return asked.compose_trials([[*fixed, *chosen, *block] for block in blocks])
+        return sweep.compose_trials([[*fixed, *chosen, *block] for block in blocks])
 
     candidates = []
     for chosen in space.samples():
@@ -337,32 +337,32 @@ def _search(asked: SweepRequest, sampler: Node) -> int:
             "A search compares its trials by checkpoint.monitor and checkpoint.mode, which aren't the same in all of "
             "them. Type one value of each."
         )
-    if asked.common.job == "plan":
+    if sweep.common.job == "plan":
         raise ConfigError("job=plan shows the trials of a grid, and those of a search aren't known before they run.")
     count = settings.n_trials * len(blocks)
-    slots = _slots(asked, candidates[: len(blocks)], count=count)
-    if asked.saved is None:
-        folder, plan = _created(asked, candidates, trials=(), search=settings.plan())
+    slots = _slots(sweep, candidates[: len(blocks)], count=count)
+    if sweep.saved is None:
+        folder, plan = _created(sweep, candidates, trials=(), search=settings.plan())
         search = OptunaSearch(settings, folder)
     else:
-        folder = asked.saved.folder
+        folder = sweep.saved.folder
         search = OptunaSearch(settings, folder)
         search.check_total()
-        _check_search_unchanged(asked, asked.saved.plan, fixed=fixed, space=space, folder=folder)
-        plan = folder.update(lambda saved: _with_settings(saved, settings, changes=asked.changes))
+        _check_search_unchanged(sweep, sweep.saved.plan, fixed=fixed, space=space, folder=folder)
+        plan = folder.update(lambda saved: _with_settings(saved, settings, changes=sweep.changes))
     claims = _claims_of(folder)
-    reopened = search.reopen_failed() if asked.settings.retry == "failed" else frozenset()
+    reopened = search.reopen_failed() if sweep.settings.retry == "failed" else frozenset()
     trials = SearchTrials(
-        folder, search, claims=claims, compose=compose, retries=asked.settings.retries, reopened=reopened
+        folder, search, claims=claims, compose=compose, retries=sweep.settings.retries, reopened=reopened
     )
     print(f"A search of {format_count(count, 'trial')} in {display_path(folder.path)}{_at_a_time(slots)}", flush=True)
     return _run(
-        asked, folder, plan, trials=trials, claims=claims, slots=slots, requests=trials.requests, common=set(fixed)
+        sweep, folder, plan, trials=trials, claims=claims, slots=slots, requests=trials.requests, common=set(fixed)
     )
 
 
 def _check_search_unchanged(
-    asked: SweepRequest, plan: SweepPlan, *, fixed: Sequence[str], space: Space, folder: SweepFolder
+    sweep: SweepRequest, plan: SweepPlan, *, fixed: Sequence[str], space: Space, folder: SweepFolder
 ) -> None:
     """Raise ConfigError if trials to come can't be compared with those that the search has had.
 
@@ -371,18 +371,18 @@ def _check_search_unchanged(
         fixed: the overrides that all trials to come have.
     """
     over_before = _swept_over(plan.overrides, keys=plan.over)
-    over = _swept_over(asked.typed, keys=plan.over)
+    over = _swept_over(sweep.typed, keys=plan.over)
     if over != over_before:
         raise ConfigError(
             f"The search has compared {_compared(over_before)} so far, and not {_compared(over)}. Type the same to "
             "continue it, or start another sweep."
         )
     drawn = {*map(key_of, over), *map(key_of, space.dimensions)}
-    typed = [text for text in asked.changes if not is_of_sweeps(text) and text not in plan.overrides]
+    typed = [text for text in sweep.changes if not is_of_sweeps(text) and text not in plan.overrides]
     # All of its trials have the same overrides apart from these.
     for trial in plan.trials[:1]:
         own = [text for text in trial.overrides if key_of(text) in drawn]
-        (request,) = asked.compose_trials([[*fixed, *own]])
+        (request,) = sweep.compose_trials([[*fixed, *own]])
         _check_unchanged(trial, request, folder=folder, typed=typed)
 
 
@@ -405,10 +405,10 @@ def _with_settings(plan: SweepPlan, settings: SearchSettings, *, changes: Sequen
     return replace(plan, search=search, overrides=tuple(merge_overrides(plan.overrides, total)))
 
 
-def _search_settings(asked: SweepRequest, space: Space, *, sampler: Node) -> SearchSettings:
+def _search_settings(sweep: SweepRequest, space: Space, *, sampler: Node) -> SearchSettings:
     """Return what the search is to do. Raises ConfigError if that isn't said, or can't be compared."""
-    checkpoint = asked.common.checkpoint
-    n_trials = asked.settings.n_trials
+    checkpoint = sweep.common.checkpoint
+    n_trials = sweep.settings.n_trials
     if n_trials is None:
         raise ConfigError("A search needs sweep.n_trials=N, the number of its trials.")
     if checkpoint.monitor is None:
@@ -422,10 +422,10 @@ def _search_settings(asked: SweepRequest, space: Space, *, sampler: Node) -> Sea
     return SearchSettings(
         space=space,
         sampler=sampler,
-        pruner=asked.settings.pruner,
+        pruner=sweep.settings.pruner,
         n_trials=n_trials,
         mode=checkpoint.mode,
-        seed=asked.common.seed,
+        seed=sweep.common.seed,
     )
 
 
@@ -433,10 +433,10 @@ def _search_settings(asked: SweepRequest, space: Space, *, sampler: Node) -> Sea
 
 
 def _run_grid(
-    asked: SweepRequest, folder: SweepFolder, plan: SweepPlan, *, requests: Sequence[Request], slots: Sequence[Slot]
+    sweep: SweepRequest, folder: SweepFolder, plan: SweepPlan, *, requests: Sequence[Request], slots: Sequence[Slot]
 ) -> int:
     """Run the trials of a grid that are left; return the exit status. requests: of those that may be run."""
-    settings = asked.settings
+    settings = sweep.settings
     by_hash = {config_hash(request.raw): request for request in requests}
     by_number = {trial.number: by_hash[trial.config_hash] for trial in plan.trials if trial.config_hash in by_hash}
     claims = _claims_of(folder)
@@ -450,15 +450,15 @@ def _run_grid(
     common: set[str] = set()
     if len(plan.trials) > 1:
         common = set.intersection(*(set(trial.overrides) for trial in plan.trials))
-    return _run(asked, folder, plan, trials=trials, claims=claims, slots=slots, requests=by_number, common=common)
+    return _run(sweep, folder, plan, trials=trials, claims=claims, slots=slots, requests=by_number, common=common)
 
 
-def _slots(asked: SweepRequest, requests: Sequence[Request], *, count: int) -> list[Slot]:
+def _slots(sweep: SweepRequest, requests: Sequence[Request], *, count: int) -> list[Slot]:
     """Return the places for `count` trials such as these; none if there are no requests."""
     if not requests:
         return []
     topologies = [request.placement.topology for request in requests]
-    return make_slots(topologies, count=count, jobs=asked.settings.jobs, share_gpus=asked.settings.share_gpus)
+    return make_slots(topologies, count=count, jobs=sweep.settings.jobs, share_gpus=sweep.settings.share_gpus)
 
 
 def _at_a_time(slots: Sequence[Slot]) -> str:
@@ -470,7 +470,7 @@ def _claims_of(folder: SweepFolder) -> Claims:
 
 
 def _run(
-    asked: SweepRequest,
+    sweep: SweepRequest,
     folder: SweepFolder,
     plan: SweepPlan,
     *,
@@ -489,13 +489,13 @@ def _run(
     # It imports rich and NumPy.
     from framework.command.trials_view import TrialsView
 
-    settings = asked.settings
+    settings = sweep.settings
     results = read_results(folder, plan.trials)
     view = TrialsView(
         folder,
         monitor=plan.monitor,
         mode=plan.mode,
-        progress=asked.common.trainer.progress,
+        progress=sweep.common.trainer.progress,
         common=common,
         results=[result for result in results if result.status in ("finished", PRUNED)],
     )
@@ -511,7 +511,7 @@ def _run(
         fail_fast=settings.fail_fast,
     )
     try:
-        status = worker.run(asked.fork_server)
+        status = worker.run(sweep.fork_server)
     finally:
         view.close()
         print_results(folder, SweepPlan.read(folder))
@@ -519,7 +519,7 @@ def _run(
     # One of several workers does it.
     if tests_best and claims.take(_TEST) is not None:
         try:
-            status = _test_best(asked, folder, SweepPlan.read(folder)) or status
+            status = _test_best(sweep, folder, SweepPlan.read(folder)) or status
         finally:
             claims.release(_TEST)
     return status
@@ -551,7 +551,7 @@ def _wait_until_left(run_dir: RunDir) -> None:
         time.sleep(0.1)
 
 
-def _test_best(asked: SweepRequest, folder: SweepFolder, plan: SweepPlan) -> int:
+def _test_best(sweep: SweepRequest, folder: SweepFolder, plan: SweepPlan) -> int:
     """Evaluate the best trial's best checkpoint on the test part, unless that was done; return the exit status.
 
     Only the best one, so that nothing is chosen by the test part.
@@ -573,7 +573,7 @@ def _test_best(asked: SweepRequest, folder: SweepFolder, plan: SweepPlan) -> int
         raw=raw,
         overrides=found.overrides,
         arguments=("job=eval", "eval.part=test", path_argument("checkpoint.path", display_path(checkpoint))),
-        fork_server=asked.fork_server,
+        fork_server=sweep.fork_server,
         parent_run=run_dir.path,
     )
     print(flush=True)

@@ -16,15 +16,18 @@ _CUTOFF_ELSEWHERE = 0.8
 
 def nearest(wrong: str, allowed: Iterable[str]) -> str | None:
     """Return the name in `allowed` that is most like `wrong`, or None if none is similar."""
-    by_folded = {name.casefold(): name for name in allowed}
+    by_folded: dict[str, list[str]] = {}
+    for name in allowed:
+        by_folded.setdefault(name.casefold(), []).append(name)
     folded = wrong.casefold()
     matches = get_close_matches(folded, by_folded, n=1, cutoff=_CUTOFF)
     if matches:
-        return by_folded[matches[0]]
+        # For `SDG` the class `SGD`, not the module `sgd`.
+        return max(by_folded[matches[0]], key=lambda name: SequenceMatcher(None, wrong, name).ratio())
     if len(wrong) < 2:
         return None
     # `steps` isn't like `steps_per_trial`, letter by letter, but a part of it.
-    longer = [by_folded[name] for name in by_folded if folded in name]
+    longer = [names[0] for name, names in by_folded.items() if folded in name]
     return min(longer, key=len, default=None)
 
 

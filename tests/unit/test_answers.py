@@ -49,6 +49,8 @@ NAMES = {
     "optimizer.lr=interval(0.1,1)": "Add -m sweep=optuna sweep.n_trials=20",
     "data.num_workers=0,05": "Add -m, or type data.num_workers=0.05",
     "recipe==toy": "Type recipe=toy",
+    "optimizer.lr =0.1": "Type optimizer.lr=0.1",
+    "name=\udcff": "It isn't UTF-8 text.",
     "optimizer.betas=(0.9,0.99)": "A list has square brackets: 'optimizer.betas=[0.9,0.99]'",
     "seed=“3”": "Quotes are straight: seed=3",
     "model=torchvision.models.resnet18": "type ~model '+model={_target_:torchvision.models.resnet18}'",
