@@ -103,6 +103,13 @@ class Cluster:
         """Signal or cancel jobs; returns once SLURM has the request."""
         self._ask("scancel", *options)
 
+    def requeue(self, job: str) -> None:
+        """Put a job, or a task `JOB_N` of an array, back in the queue; one that is about to end once it has."""
+        deadline = time.monotonic() + _START_S
+        while self._ask("scontrol", "requeue", job) is None:
+            assert time.monotonic() < deadline, f"{job} couldn't be requeued\n{self.log()}"
+            time.sleep(_POLL_S)
+
     def log(self) -> str:
         """What the daemons have written; for a test that fails."""
         return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in sorted(self.folder.glob("*.log")))
@@ -113,31 +120,33 @@ class Cluster:
 
     def wait_until_idle(self, *, timeout: float) -> None:
         """Return once every node waits for work."""
-        deadline = time.monotonic() + timeout
-        while (states := self._ask("sinfo", "--noheader", "--Node", "--format=%T").split()) != ["idle"] * NUM_NODES:
-            if time.monotonic() > deadline:
-                raise AssertionError(f"the nodes are {states} after {timeout} s\n{self.log()}")
-            time.sleep(_POLL_S)
+        idle = "idle\n" * NUM_NODES
+        self._wait_for(idle, "sinfo", "--noheader", "--Node", "--format=%T", timeout=timeout)
 
     def wait_for_jobs(self, *, timeout: float) -> None:
         """Return once no job is running or waiting, one that was put back in the queue neither."""
-        deadline = time.monotonic() + timeout
-        while jobs := self._ask("squeue", "--noheader"):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"still there after {timeout} s:\n{jobs}\n{self.log()}")
-            time.sleep(_POLL_S)
+        self._wait_for("", "squeue", "--noheader", timeout=timeout)
 
     def _end_jobs(self) -> None:
-        if self._ask("squeue", "--noheader"):
-            self._ask("scancel", "--signal=KILL", "--full", "--user=root")
-            self._ask("scancel", "--user=root")
+        # A job that is over by now makes scancel fail, which is no matter.
+        self._ask("scancel", "--signal=KILL", "--full", "--user=root")
+        self._ask("scancel", "--user=root")
         self.wait_until_idle(timeout=_START_S)
 
-    def _ask(self, *command: str) -> str:
-        """What a short command prints; empty where the controller doesn't answer."""
+    def _wait_for(self, wanted: str, *command: str, timeout: float) -> None:
+        """Return once a command prints what is wanted; a controller that doesn't answer is asked again."""
+        deadline = time.monotonic() + timeout
+        while (printed := self._ask(*command)) != wanted:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{command[0]} prints {printed!r} after {timeout} s\n{self.log()}")
+            time.sleep(_POLL_S)
+
+    def _ask(self, *command: str) -> str | None:
+        """Return what a short command prints; None if it fails, as where the controller doesn't answer."""
         environment = {**os.environ, **self.environment}
         whole = self.hosts[0].command(*command)
-        return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=_END_S).stdout
+        answer = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=_START_S)
+        return answer.stdout if answer.returncode == 0 else None
 
 
 @contextmanager

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import os
+import random
 import re
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers import results, trouble
-from tests.helpers.command import ROOT
+from tests.helpers.command import ROOT, Started, run_framework, started_framework
 from tests.helpers.documents import shown_script
 from tests.helpers.requirements import require
 from tests.helpers.slurm import Cluster, cluster
@@ -101,10 +106,117 @@ def test_the_documented_batch_script_resumes(slurm: Cluster, tmp_path: Path) -> 
     printed = (tmp_path / "job.out").read_text()
     (run_dir,) = tmp_path.glob("outputs/job_*/trouble/*")
     assert "SIGUSR1" in printed
-    assert "host2: tasks 2-3: Exited with exit code 75" in printed
+    # srun puts tasks that end at about the same time in one line.
+    assert re.search(r"host2: tasks? \S+: Exited with exit code 75", printed)
     assert "Finished trouble after" in printed
     assert results.pointed(run_dir, "last") == steps
     assert results.run_file(run_dir)["status"] == "finished"
+
+
+WORKERS = 3
+KILLS = 6
+TRIALS = 12
+SWEEP = (
+    "-m",
+    "recipe=trouble",
+    "trainer.gpus=0",
+    "launcher=local",
+    f"seed=range({TRIALS})",
+    "trainer.max_steps=60",
+    "trainer.val_check_interval=20",
+    "checkpoint.every_n_steps=5",
+    "checkpoint.monitor=val/loss",
+)
+
+
+@pytest.mark.timeout(600)
+def test_the_documented_array_of_workers_survives_kills(slurm: Cluster, tmp_path: Path) -> None:
+    """At random moments a worker is killed with all that it runs, and requeued, as if its node had failed.
+
+    Another one is signalled as near the end of its time, and the script itself requeues it.
+    """
+    sweep = begun_sweep(tmp_path)
+    text = shown_script((ROOT / "docs" / "sweeps.md").read_text())
+    for shown, own in {"SWEEP": str(sweep), "--array=0-7": f"--array=0-{WORKERS - 1} --job-name=sweep"}.items():
+        assert shown in text
+        text = text.replace(shown, own)
+    (tmp_path / "array.sh").write_text(text)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    choose = random.Random(0)
+    with slurm.started("sbatch", "--parsable", "array.sh", cwd=tmp_path, env={"PATH": path}) as submitted:
+        assert submitted.wait(timeout=START_S) == 0, submitted.printed()
+        array = submitted.stdout().strip()
+        task = choose.choice(wait_for_training(tmp_path))
+        slurm.scancel("--signal=USR1", f"{array}_{task}")
+        for _ in range(KILLS):
+            time.sleep(choose.uniform(0.0, 3.0))
+            task = choose.choice(wait_for_training(tmp_path))
+            time.sleep(choose.uniform(0.0, 1.0))
+            kill_worker(submitted, task)
+            slurm.requeue(f"{array}_{task}")
+        slurm.wait_for_jobs(timeout=2 * START_S)
+    printed = "\n".join(file.read_text() for file in tmp_path.glob("slurm-*.out"))
+    assert "Exited with exit code 75" in printed
+    assert f"{TRIALS} trials: {TRIALS} finished" in printed, printed
+    assert_same_sweep(sweep, undisturbed_sweep(tmp_path / "undisturbed"))
+
+
+def begun_sweep(folder: Path) -> Path:
+    """Return a sweep that was stopped soon after its beginning."""
+    trouble.write_recipe(folder, Fault(pause=PAUSE_S))
+    with started_framework(*SWEEP, "sweep.jobs=1", cwd=folder) as started:
+        started.wait_for_output("running", timeout=START_S)
+        started.process.send_signal(signal.SIGTERM)
+        assert started.wait(timeout=START_S) == 75, started.printed()
+    (sweep,) = (folder / "outputs" / "multirun").iterdir()
+    return sweep
+
+
+def undisturbed_sweep(folder: Path) -> Path:
+    folder.mkdir()
+    trouble.write_recipe(folder, Fault())
+    result = run_framework(*SWEEP, cwd=folder, timeout=2 * START_S)
+    assert result.returncode == 0, result.stderr
+    (sweep,) = (folder / "outputs" / "multirun").iterdir()
+    return sweep
+
+
+def assert_same_sweep(sweep: Path, undisturbed: Path) -> None:
+    assert table_of(sweep) == table_of(undisturbed)
+    for number in range(TRIALS):
+        run_dir = sweep / str(number)
+        alone = undisturbed / str(number)
+        results.assert_same(results.weights(run_dir), results.weights(alone))
+        assert results.curve(run_dir, "val/loss") == results.curve(alone, "val/loss")
+
+
+def table_of(sweep: Path) -> list[tuple[str, ...]]:
+    lines = csv.DictReader((sweep / "results.csv").read_text().splitlines())
+    return [(line["trial"], line["status"], line["val/loss"], line["step"]) for line in lines]
+
+
+def wait_for_training(folder: Path) -> list[str]:
+    """Return the tasks of the array that train at the moment, as soon as there are any."""
+    deadline = time.monotonic() + START_S
+    while True:
+        printed = {file.stem.partition("_")[2]: file.read_text() for file in folder.glob("slurm-*_*.out")}
+        tasks = [task for task, text in printed.items() if text.rstrip().endswith("running")]
+        if tasks:
+            return sorted(tasks)
+        assert time.monotonic() < deadline, printed
+        time.sleep(0.05)
+
+
+def kill_worker(submitted: Started, task: str) -> None:
+    """Kill all processes that a task's worker has started, and itself; SLURM's own live on.
+
+    They have the mark of the command that submitted the array.
+    """
+    for process in submitted.processes():
+        with suppress(psutil.Error):
+            is_worker = process.name().startswith("python")
+            if is_worker and process.environ().get("SLURM_ARRAY_TASK_ID") == task:
+                process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
