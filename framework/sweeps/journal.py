@@ -5,14 +5,15 @@ The journal is Optuna's own, one JSON object a line, and Optuna's tools read it.
 Its lock is that of the sweep's other files, `framework.sweeps.claims.exclusive`: unlike `flock` it holds on every
 shared disk, and unlike Optuna's own, which costs 30 s after a kill, it is free at once when its process is gone.
 
-A process that is killed while it writes leaves the start of a line. What is appended to that is lost, and Optuna reads
-nothing any more, so the start is cut off before anything is appended.
+A process that is killed while it writes leaves the start of a line, and a power cut may leave zeros in the last one.
+What is appended to that is lost, and Optuna reads nothing any more, so it is cut off before anything is appended.
 
 A journal says which sweep it belongs to.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -92,6 +93,24 @@ def _cut_torn_line(file: Path) -> None:
         journal.truncate(num_bytes)
 
 
+def _cut_damaged_line(file: Path) -> None:
+    """Remove the last line if it isn't JSON, and those before it are. The lock is held."""
+    if not file.exists():
+        return
+    *lines, last = file.read_bytes().splitlines(keepends=True) or [b""]
+    if lines and _is_json(lines[-1]) and not _is_json(last):
+        with file.open("rb+") as journal:
+            journal.truncate(sum(map(len, lines)))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
 def open_study(file: Path, *, lock: JournalLock, sweep: str, mode: str) -> Study:
     """Return the study in a sweep's journal; create both if they aren't there. Its sampler and pruner do nothing.
 
@@ -108,6 +127,7 @@ def open_study(file: Path, *, lock: JournalLock, sweep: str, mode: str) -> Study
         direction = optuna.study.StudyDirection.MAXIMIZE
     foreign = f"{file} belongs to another sweep. Put this sweep's own in its place, or none."
     with lock:
+        _cut_damaged_line(file)
         storage = open_storage(file, lock=lock)
         names = optuna.get_all_study_names(storage)
         if names not in ([], [_STUDY]):

@@ -367,6 +367,26 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
         assert len(trials_in(tmp_path)) == 13
 
 
+@pytest.mark.parametrize("begin", [0, 1, 200])
+def test_a_damaged_last_line_is_cut_off(tmp_path: Path, begin: int) -> None:
+    """A power cut may leave zeros where the last lines were, up to the end of the file or to a line's."""
+    settings = settings_of(n_trials=20)
+    folder = new_sweep(tmp_path, settings)
+    search = OptunaSearch(settings, folder)
+    for _ in range(3):
+        asked = search.ask()
+        assert asked is not None
+        run_trial(search, asked)
+    before = folder.study_file.read_bytes()
+    expected = search.ask()
+    after = folder.study_file.read_bytes()
+    zeros = bytes(len(after) - len(before) - begin - 1)
+    for end in (b"\0", b"\n"):
+        folder.study_file.write_bytes(after[: len(before) + begin] + zeros + end)
+        assert OptunaSearch(settings, folder).ask() == expected
+        assert OptunaSearch(settings, folder).open_trials() == [expected]
+
+
 # Refusals
 
 
