@@ -32,6 +32,7 @@ PARTS = (
     "strategies",
     "start_up",
     "sweeps",
+    "search",
     "saving",
     "memory",
     "scale",
