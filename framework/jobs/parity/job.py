@@ -71,14 +71,14 @@ class Parity(Job):
         }
         try:
             for side, sub_run in sides.items():
-                sides_request = training(
+                of_side = training(
                     request,
                     topology,
                     processes=processes if side == "many" else 1,
                     global_batch_size=batch_size,
                     moves=side == "moved",
                 )
-                result = ParityTraining().run(replace(sides_request, sub_run=sub_run))
+                result = ParityTraining().run(replace(of_side, sub_run=sub_run))
                 if result.status != 0:
                     print(f"\nNothing was compared: a training failed. Its logs are in {display_path(sub_run)}/logs")
                     return result
