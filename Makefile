@@ -15,9 +15,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PARALLEL := --numprocesses=3 --dist=worksteal
-# Many container images tell Python to keep no bytecode. The tests start hundreds of processes, and each would compile
-# the framework again, which takes it a second.
-WITH_BYTECODE := PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -61,17 +58,17 @@ train: install
 	"$(BIN)/python" -m framework $(ARGS)
 
 test: install
-	$(WITH_BYTECODE) "$(BIN)/python" -m pytest $(PARALLEL) $(ARGS)
+	"$(BIN)/python" -m pytest $(PARALLEL) $(ARGS)
 
 test-all: install
-	$(WITH_BYTECODE) "$(BIN)/python" -m pytest $(PARALLEL) --exhaustive $(ARGS)
+	"$(BIN)/python" -m pytest $(PARALLEL) --exhaustive $(ARGS)
 
 # PYTHON is an interpreter that has torch; other packages that it lacks come from WHEELS.
 gpu:
 	"$(PYTHON)" -m benchmarks.prove_gpu --wheels "$(WHEELS)" $(ARGS)
 
 gpu-test: install
-	$(WITH_BYTECODE) "$(BIN)/python" -m pytest tests/gpu -m gpu $(ARGS)
+	"$(BIN)/python" -m pytest tests/gpu -m gpu $(ARGS)
 
 # HAVE is a file with the output of the other machine's `pip list`; what it has is left out.
 gpu-wheels:
