@@ -236,6 +236,11 @@ def is_swept(override: str) -> bool:
     return bool(parsed.is_sweep_override())
 
 
+def is_interval(override: str) -> bool:
+    """Return True if an override has a range of values that can't be listed."""
+    return bool(OverridesParser.create().parse_override(override).is_interval_sweep())
+
+
 def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each run of a sweep over all combinations of values, without Hydra's own overrides."""
     # `recipe=glob(*)` looks its options up.

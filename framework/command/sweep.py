@@ -18,7 +18,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from framework.checkpoint.layout import BEST
-from framework.command.hydra_compose import current_hydra, is_swept
+from framework.command.hydra_compose import current_hydra, is_interval, is_swept
 from framework.command.job import load_job
 from framework.command.models import model_override
 from framework.command.request import JobResult, Request
@@ -319,6 +319,12 @@ def _created(
 def _search(sweep: SweepRequest, sampler: Node) -> int:
     """Run a search, a new one or one that is continued; return the exit status."""
     over = _swept_over(sweep.overrides, keys=sweep.settings.over)
+    for text in over:
+        if is_interval(text):
+            raise ConfigError(
+                f"{text}: each choice of the search is run with all values of the keys in sweep.over, and an interval "
+                f"can't be listed. Type values, such as {key_of(text)}=1,2,3, or leave {key_of(text)} out of sweep.over."
+            )
     others = [text for text in sweep.overrides if text not in over and not key_of(text).startswith("hydra")]
     fixed, space = split_space(others, loader=current_hydra().config_loader)
     blocks = sweep.combine(over) if over else [[]]

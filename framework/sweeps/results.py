@@ -34,6 +34,8 @@ _BAD_LOSSES = {
 }
 # What `framework.training.meter.bad_weights` says.
 _BAD_WEIGHTS = re.compile(r"The weights are no longer finite after step")
+# What the disk says, and what `framework.engine.train` says before the first step.
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|There is no room for a checkpoint")
 # What reading a report raises if somebody else has written it.
 _WRONG_CONTENT = (KeyError, TypeError, ValueError, AttributeError)
 
@@ -176,6 +178,8 @@ def cause_in_words(first: RankFailure) -> str:
         return _BAD_LOSSES[bad_loss[1]]
     if _BAD_WEIGHTS.search(exception):
         return "NaN or infinite weights"
+    if _DISK_FULL.search(exception):
+        return "disk full"
     if first.timed_out or first.kind is FailureKind.HUNG:
         return "timed out"
     match first.kind:

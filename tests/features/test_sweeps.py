@@ -301,6 +301,7 @@ def test_a_sweep_whose_recipe_has_changed_is_not_continued(sweep, tmp_path):
         (["optimizer.lr=interval(0.1,1)", "sweep=optuna", "sweep.direction=maximize"], "sweep.direction"),
         (["optimizer.lr=interval(0.1,1)", "sweep=optuna", "checkpoint.mode=maximize"], "checkpoint.mode=maximize"),
         (["optimizer.lr=interval(0.1,1)"], "Add -m sweep=optuna sweep.n_trials=20"),
+        (["seed=int(interval(1,9))", "optimizer.lr=0.1,1", "sweep=optuna", "sweep.n_trials=2"], "can't be listed"),
         (["seed=1,2", "sweep.over=[fold]"], "sweep.over=[fold]: fold has one value in all trials"),
         (["seed=1", "optimizer.lr=0.1,1", "sweep.over=[seed]"], "seed has one value in all trials"),
         (["seed=1,2", "launcher=in_process"], "to debug a trial, type its values without -m"),

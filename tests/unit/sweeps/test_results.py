@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from framework.errors import DiskError
+from framework.errors import DiskError, RunError
 from tests.helpers.internals import (
     FailureKind,
     FailureReport,
@@ -144,7 +145,12 @@ FAILURES: dict[str, list[dict[str, Any]]] = {
     "ZeroDivisionError": [raised(ZeroDivisionError("division by zero"))],
     "KeyboardInterrupt": [raised(KeyboardInterrupt())],
     "JSONDecodeError": [raised(json.JSONDecodeError("Expecting value", "", 0))],
-    "DiskError": [raised(DiskError("Rank 0 can't write a.pt: No space left on device.\nMake room: rm -r old"))],
+    "disk full": [
+        raised(DiskError("Rank 0 can't write a.pt: No space left on device.\nMake room: rm -r old")),
+        raised(RunError("There is no room for a checkpoint: one takes about 28.7 kB, and 4.1 kB are free in /data.")),
+        raised(OSError(errno.ENOSPC, "No space left on device")),
+    ],
+    "DiskError": [raised(DiskError("Rank 0 can't write a.pt: Read-only file system."))],
     "error": [
         ended(kind="exception", exception="(no text)"),
         ended(kind="exception", exception="Lost.", expected=True),
