@@ -267,7 +267,9 @@ def _written(sweep: SweepRequest, requests: Sequence[Request]) -> tuple[SweepFol
         return _created(sweep, requests, trials=tuple(trials.values()), search=None)
     folder = sweep.saved.folder
     folder.add_trials(list(trials.values()))
-    if requests and _monitor_of(requests) != sweep.saved.plan.monitor:
+    modes = {request.config.checkpoint.mode for request in requests}
+    before = sweep.saved.plan
+    if requests and (_monitor_of(requests) != before.monitor or modes != {before.mode}):
         folder.update(lambda plan: replace(plan, monitor=None))
     return folder, SweepPlan.read_with_secrets(folder)
 
@@ -323,7 +325,7 @@ def _search(sweep: SweepRequest, sampler: Node) -> int:
         if is_interval(text):
             raise ConfigError(
                 f"{text}: each choice of the search is run with all values of the keys in sweep.over, and an interval "
-                f"can't be listed. Type values, such as {key_of(text)}=1,2,3, or leave {key_of(text)} out of sweep.over."
+                f"can't be listed. Type values, such as {key_of(text)}=1,2,3, or leave the key out of sweep.over."
             )
     others = [text for text in sweep.overrides if text not in over and not key_of(text).startswith("hydra")]
     fixed, space = split_space(others, loader=current_hydra().config_loader)

@@ -80,12 +80,18 @@ def _real(place: Path) -> str:
 
 
 def named_place(text: str, *, outputs: Path) -> Path:
-    """Return the folder that a path or a name is of: that path, or the only run or sweep of that name in `outputs`."""
+    """Return the folder that a path or a name is of: that path, or the run or sweep of that name in `outputs`.
+
+    Raises ConfigError for a name that several have.
+    """
     path = Path(text).expanduser().absolute()
     if "/" in text or os.path.lexists(path):
         return path
     places = [folder / text for folder in _folders_in(outputs) if os.path.lexists(folder / text)]
-    return places[0] if len(places) == 1 else path
+    if len(places) > 1:
+        shown = ", ".join(display_path(place) for place in places)
+        raise ConfigError(f"runs={text}: several have this name: {shown}. Type one of these paths.")
+    return places[0] if places else path
 
 
 def named_runs(paths: Sequence[str], *, outputs: Path) -> FoundRuns:

@@ -34,6 +34,7 @@ _VERSION = 1
 _MAX_NUMBER = 2**31
 # What of a configuration neither changes what a run computes nor which weights it starts from.
 _SAME_RUN = frozenset({"sweep", "resume", "rerun", "trust", "objects", "tags", "path", "logger", "launcher"})
+_PROGRESS = "trainer.progress"
 
 
 @dataclass(unsafe_hash=True)
@@ -279,6 +280,11 @@ def idle_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[s
     return keys
 
 
+def decides_what_runs(key: str) -> bool:
+    """Return False for a dotted key that says only where a run is, how it is started or what is shown of it."""
+    return key.partition(".")[0] not in _SAME_RUN and key != _PROGRESS
+
+
 def _what_runs(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a configuration that decides what is run."""
     left_out = set(_SAME_RUN)
@@ -289,7 +295,7 @@ def _what_runs(raw: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in raw.items() if key not in left_out}
     trainer = kept.get("trainer")
     if isinstance(trainer, Mapping):
-        kept["trainer"] = {key: value for key, value in trainer.items() if key != "progress"}
+        kept["trainer"] = {key: value for key, value in trainer.items() if decides_what_runs(f"trainer.{key}")}
     return kept
 
 

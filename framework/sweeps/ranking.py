@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 
-from framework.config.overrides import key_of
+from framework.config.overrides import key_of, value_of
 from framework.sweeps.differences import Block, Scores, told_apart
+from framework.sweeps.folder import decides_what_runs
 from framework.sweeps.results import TrialResult
 from framework.sweeps.student_t import two_sided_quantile
 
@@ -72,7 +73,8 @@ class Row:
 def ranked_rows(results: Sequence[TrialResult], *, over: Collection[str], monitor: str | None, mode: str) -> list[Row]:
     """Return the rows, the best one first. Those that aren't ranked come last, in the order of their trials.
 
-    A row with fewer finished trials than any complete row isn't ranked: one lucky seed would beat the mean of five.
+    A row that lacks trials is ranked if it has as many finished ones as any complete row: else, one lucky seed would
+    beat the mean of five.
 
     Args:
         over: the keys of `sweep.over`.
@@ -82,8 +84,11 @@ def ranked_rows(results: Sequence[TrialResult], *, over: Collection[str], monito
     rows = _rows(results, over=over)
     if monitor is None:
         return rows
-    fewest = min((row.n for row in rows if row.is_complete), default=1)
-    with_mean = [(row.mean, row) for row in rows if row.mean is not None and row.n >= fewest]
+    enough = max((row.n for row in rows if row.is_complete), default=1)
+    with_mean = []
+    for row in rows:
+        if row.mean is not None and (row.is_complete or row.n >= enough):
+            with_mean.append((row.mean, row))
     with_mean.sort(key=lambda item: item[0], reverse=mode == "max")
     is_told_apart = told_apart([row.scores for _, row in with_mean], best=0)
 
@@ -121,7 +126,8 @@ def _rows(results: Sequence[TrialResult], *, over: Collection[str]) -> list[Row]
     for result in results:
         _, setting = _split(result.overrides, over=over)
         # Values that are added to a sweep later may come in another order, and be typed in another way.
-        trials.setdefault(frozenset(map(_as_number, setting)), []).append(result)
+        key = frozenset(_meaning(text) for text in setting if decides_what_runs(key_of(text)))
+        trials.setdefault(key, []).append(result)
 
     rows = []
     for row_trials in trials.values():
@@ -136,17 +142,18 @@ def _rows(results: Sequence[TrialResult], *, over: Collection[str]) -> list[Row]
     return rows
 
 
-def _as_number(override: str) -> str:
-    """Return an override with its number in one spelling: 0.01 and 1e-2 are one setting. Others stay as typed."""
-    key, is_value, value = override.partition("=")
-    for number in (int, float):
-        with suppress(ValueError):
-            return f"{key}{is_value}{number(value)!r}"
-    return override
+@cache
+def _meaning(override: str) -> str:
+    """Return the same text for overrides that mean the same, such as `lr=0.01` and `+lr=1e-2`."""
+    value = value_of(override)
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    sign = "~" if override.startswith("~") else ""
+    return f"{sign}{key_of(override)}={value!r}"
 
 
 def _split(overrides: Sequence[str], *, over: Collection[str]) -> tuple[Block, tuple[str, ...]]:
     """Return the overrides of the keys of `sweep.over`, sorted, and the others in their order."""
-    block = sorted(text for text in overrides if key_of(text) in over)
+    block = sorted(_meaning(text) for text in overrides if key_of(text) in over)
     setting = tuple(text for text in overrides if key_of(text) not in over)
     return tuple(block), setting

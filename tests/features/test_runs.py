@@ -101,6 +101,17 @@ def test_a_run_is_listed_as_running_or_crashed(answer: Command, made: Made) -> N
     assert found["locked"]["last"] == pytest.approx(found["finished"]["last"])
 
 
+def test_a_run_is_named_without_its_folder(answer: Command, made: Made) -> None:
+    made("one")
+    made("two")
+    made("two", folder="outputs/digits")
+    assert names(answer("job=runs", "runs=one", "runs.format=json").out) == ["one"]
+    several = answer("job=runs", "runs=two")
+    assert several.status == 2
+    assert "runs=two: several have this name: outputs/digits/two, outputs/toy/two" in several.err
+    assert names(answer("job=runs", "runs=outputs/digits/two", "runs.format=json").out) == ["two"]
+
+
 def test_runs_are_filtered_and_sorted(answer: Command, made: Made) -> None:
     made("slow", started="2026-01-01T10:00:00+00:00")
     made("fast", "optimizer.lr=0.01", started="2026-01-02T10:00:00+00:00", status="failed")

@@ -626,14 +626,15 @@ def test_two_commands_that_resume_a_sweep_share_it(tmp_path):
     folder = wait_for_checkpoints(tmp_path, count=1)
     stopped.send_signal(signal.SIGTERM)
     stopped.communicate(timeout=120)
-    both = [start_sweep(tmp_path, f"resume={folder}", "sweep.jobs=1") for _ in range(2)]
+    # One of them adds trials.
+    both = [start_sweep(tmp_path, f"resume={folder}", "sweep.jobs=1", *more) for more in ((), ("seed=range(5,9)",))]
     started = []
     for process in both:
         out, _ = process.communicate(timeout=240)
         assert process.returncode == 0, out
         started += [line.split()[0] for line in out.splitlines() if line.endswith("running")]
-    assert len(started) == len(set(started)) >= 5
-    assert statuses(folder) == ["finished"] * 6
+    assert len(started) == len(set(started)) >= 7
+    assert statuses(folder) == ["finished"] * 8
     # Only one of them evaluates the best trial.
     assert len(list(folder.glob("*/eval/*"))) == 1
 

@@ -100,15 +100,43 @@ def test_a_row_that_lacks_a_trial_is_behind_complete_ones() -> None:
     # Before any is complete, they say what is known.
     (row,) = ranked_rows(lucky, over=SEED, monitor="m", mode="max")
     assert (row.rank, row.n) == (1, 1)
+    # A complete row of one seed lets no other in.
+    single = result(4, "a=3", "seed=1", score=0.0)
+    rows = ranked_rows([*lucky, *complete, single], over=SEED, monitor="m", mode="max")
+    assert [(row.overrides[1], row.rank) for row in rows] == [("a=2", 1), ("a=3", 2), ("a=1", None)]
+    # A failed trial more than the others have is no reason.
+    more = [result(5, "a=1", "seed=3", score=8.0)]
+    rows = ranked_rows([*lucky, *more, *complete], over=SEED, monitor="m", mode="max")
+    assert [(row.overrides[1], row.rank) for row in rows] == [("a=1", 1), ("a=2", 2)]
 
 
-def test_one_number_is_one_setting_however_it_is_typed() -> None:
-    spellings = ("a=0.01", "a=1e-2", "a=.01")
-    trials = [result(seed, text, f"seed={seed}", score=1.0) for seed, text in enumerate(spellings)]
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        ("a=0.01", "a=1e-2", "+a=.01"),
+        ("a=1", "a=1.0", "a=1e0"),
+        ("a=[1,2]", "a=[1, 2]"),
+        ("a=true", "a=True"),
+        ("a=x", "a='x'"),
+        # What a trial computes doesn't depend on these.
+        ("a=1 trainer.progress=off", "a=1 logger=jsonl", "tags=[x] a=1"),
+    ],
+)
+def test_one_value_is_one_setting_however_it_is_typed(spellings: Sequence[str]) -> None:
+    trials = []
+    for seed, texts in enumerate(spellings):
+        overrides = [texts]
+        if "[" not in texts or "tags" in texts:
+            overrides = texts.split()
+        trials.append(result(seed, *overrides, f"seed={seed}", score=1.0))
     (row,) = ranked_rows(trials, over=SEED, monitor="m", mode="max")
-    assert row.n == 3
-    others = [result(seed, text, "seed=0", score=1.0) for seed, text in enumerate(("a=x", "a=1e-2x", "b=1", "a=1"))]
-    assert len(ranked_rows(others, over=SEED, monitor="m", mode="max")) == 4
+    assert row.n == len(spellings)
+
+
+def test_values_that_look_alike_are_several_settings() -> None:
+    texts = ("a=x", "a=1e-2x", "b=1", "a=1", "a='1'", "~a", "a=true", "a='True'")
+    trials = [result(number, text, "seed=0", score=1.0) for number, text in enumerate(texts)]
+    assert len(ranked_rows(trials, over=SEED, monitor="m", mode="max")) == len(texts)
 
 
 def test_scores_of_different_metrics_are_not_ranked() -> None:
