@@ -23,7 +23,7 @@ PARALLEL := --numprocesses=3 --dist=worksteal
 help:
 	@echo "make install   make $(VENV) and install the project and its tools in it"
 	@echo "make train     train the default recipe; ARGS=\"recipe=toy trainer.gpus=0\" passes overrides"
-	@echo "make test      run the tests, in ten minutes on two cores; ARGS=\"tests/unit\" passes arguments to pytest"
+	@echo "make test      run the tests, in twelve minutes on two cores; ARGS=\"tests/unit\" passes arguments to pytest"
 	@echo "make test-all  run all of them, with the further variants and slow ones that make test leaves out"
 	@echo "make gpu       test and benchmark on a GPU in twenty minutes; the report is benchmarks/GPU.md"
 	@echo "make gpu-test  run tests/gpu alone, with $(VENV)"
