@@ -205,9 +205,9 @@ class MicroBatch(NamedTuple):
 class MicroIndices(NamedTuple):
     """The dataset indices of one micro-batch."""
 
-    # int64; of a stream, the positions.
+    # int64; of a stream, the positions. As many as the batch has samples.
     indices: Tensor
-    # Their number; 0 for a stand-in, which has one.
+    # Their number; 0 for a stand-in.
     num_samples: int
 
 
@@ -224,6 +224,8 @@ class Window(NamedTuple):
     indices: tuple[MicroIndices, ...] = ()
     # The first rank that has a sample of the window; None if that is always rank 0.
     first_rank: int | None = None
+    # Samples that each rank has; None: `framework.data.batching.share` splits them.
+    sizes: Sequence[int] | None = None
 
 
 class DataShare(NamedTuple):
@@ -236,6 +238,10 @@ class DataShare(NamedTuple):
 
 
 # What tasks, callbacks and loggers receive
+
+
+def _same(rows: Tensor) -> Tensor:
+    return rows
 
 
 @dataclass(frozen=True)
@@ -252,8 +258,18 @@ class BatchInfo:
     # Samples of the global batch, over all ranks and micro-batches.
     global_count: int
     # This rank has no samples for the micro-batch and got another batch in their place, whose loss has weight 0. A task
-    # that exchanges samples between ranks must still take part, but send none of these.
+    # that exchanges samples between ranks must still take part, but send none of these; `gather` does so.
     is_stand_in: bool
+    # The position of each sample of the micro-batch in the global batch, from 0: int64, on the batch's device. It
+    # doesn't depend on the number of processes. Of a stand-in: zeros. Under `strategy=pipeline`, of all samples of this
+    # copy of the model, not of one micro-batch.
+    positions: Tensor = field(compare=False)
+    # Takes a tensor with a row for each sample of the micro-batch; returns the rows of the whole global batch, in its
+    # order, so that row `positions[i]` is row i of what was given. Rows of stand-ins are left out. Every process must
+    # call it, and gradients flow back through it: the loss must depend on the result on every process, stand-ins
+    # included, or on none. The gradient is that of the mean over the global batch if each loss is the mean over this
+    # micro-batch's samples, or over the whole global batch. Refused with gradient accumulation.
+    gather: Callable[[Tensor], Tensor] = field(default=_same, compare=False)
 
 
 class StepInfo(NamedTuple):

@@ -101,8 +101,9 @@ class StreamLoader:
         if pins_memory(device):
             self._side_stream = SideStream(device)
         self._waiting: Waiting | None = None
-        # The last batch that was read, to stand in.
+        # The last batch that was read, to stand in, and its number of samples.
         self._batch: Batch | None = None
+        self._batch_size = 0
         # After the window that was yielded last.
         self._position = StreamPosition(0)
         # Where the next epoch continues, after a resume in the middle of one.
@@ -244,6 +245,7 @@ class StreamLoader:
         samples = next(read, None)
         if samples is not None:
             self._batch = samples.micro_batches[0].batch
+            self._batch_size = len(samples.positions[0])
             size = samples.size
             digest = samples.digest
         summary = _RankSummary(self._plan.source, size, self._batch is not None, digest.checksum, digest.float_sum)
@@ -260,9 +262,10 @@ class StreamLoader:
         is_over = total == 0 or is_short or (self._stops_first and min(counts.values()) == 0)
         if not is_over and not all(row.has_batch for row in rows):
             source = next(rank for rank, row in enumerate(rows) if row.size)
-            batch = self._exchange.broadcast(self._batch, source=source)
+            batch, batch_size = self._exchange.broadcast((self._batch, self._batch_size), source=source)
             if self._batch is None:
                 self._batch = batch
+                self._batch_size = batch_size
         if self._waiting is not None:
             self._waiting.end_waiting()
         return _AgreedWindow(samples, counts, is_over)
@@ -293,11 +296,13 @@ class StreamLoader:
         numbers = [len(self._plan.micro_batches(count, source=source)) for source, count in agreed.counts.items()]
         while len(micro_batches) < max(numbers):
             micro_batches.append(MicroBatch(self._batch, 0))
-            positions.append(range(1))
+            positions.append(range(self._batch_size))
 
         first_rank = None
+        shard_sizes = None
         if self._plan.is_sharded:
             first_rank = min(source for source, count in agreed.counts.items() if count)
+            shard_sizes = [agreed.counts[rank] for rank in range(self._plan.batches.world_size)]
         sizes = [micro.num_samples for micro in micro_batches]
         indices = [torch.arange(place.start, place.stop) for place in positions]
         batches = prefetch((micro.batch for micro in micro_batches), self._device, side_stream=self._side_stream)
@@ -308,6 +313,7 @@ class StreamLoader:
             epoch_end,
             tuple(map(MicroIndices, indices, sizes)),
             first_rank,
+            shard_sizes,
         )
 
 

@@ -35,6 +35,7 @@ from framework.launch.plan import MonitorLink
 from framework.monitoring.rank_status import RankPhase
 from framework.optim.clipping import clip_gradients
 from framework.strategies.base import NO_CONTEXT, Strategy
+from framework.training.batch_info import BatchInfos
 from framework.training.batchnorm import batchnorm_statistics
 from framework.training.broadcasting import refused_broadcasting
 from framework.training.evaluation import eager
@@ -48,7 +49,6 @@ from framework.training.step_times import Clock, StepTimer, clock_of
 from framework.training.stop_control import steps_to_meeting
 from framework.training.train_state import TrainState
 from framework.types import (
-    BatchInfo,
     EpochInfo,
     EvalInfo,
     FitInfo,
@@ -169,6 +169,9 @@ class Trainer:
             clock = clock_of(state.context.device)
         self._timer = StepTimer(link.rank_status, clock=clock, every=settings.log_every_n_steps)
         self.train_loader.observe_waiting(self._timer)
+        self._batch_infos = BatchInfos(
+            state.context, strategy=strategy, plan=self.train_loader.plan, waiting=self._timer
+        )
         # FLOPs are counted once, for one step on a copy of the model. That doesn't work for a model spread over ranks,
         # which can't be copied, nor with several objectives, whose steps differ.
         is_spread = self._runs_windows or strategy.forward_communicates
@@ -295,7 +298,7 @@ class Trainer:
                 is_last = position == window.num_micro_batches
                 mark(RankPhase.FORWARD)
                 with self._isolate_stand_in(micro), state.strategy.accumulate(state.model, synchronise=is_last):
-                    output = self._forward(micro, objective=objective, window=window, is_first=position == 1)
+                    output = self._forward(micro, objective=objective, window=window, index=position - 1)
                     loss = self._loss_weights.weighted(
                         output,
                         num_samples=micro.num_samples,
@@ -331,12 +334,13 @@ class Trainer:
             return NO_CONTEXT
         return self.state.without_side_effects()
 
-    def _forward(self, micro: MicroBatch, *, objective: Objective, window: Window, is_first: bool) -> StepOutput:
-        """Return what the task computes from a micro-batch. is_first: it is the first of its window."""
+    def _forward(self, micro: MicroBatch, *, objective: Objective, window: Window, index: int) -> StepOutput:
+        """Return what the task computes from a micro-batch. index: in its window, from 0."""
         state = self.state
         keywords = {}
         if objective.name in self._objectives_with_info:
-            keywords["info"] = self._batch_info(window, num_samples=micro.num_samples)
+            progress = self.progress
+            keywords["info"] = self._batch_infos.of(window, index=index, step=progress.step, epoch=progress.epoch)
         with state.precision.autocast():
             batch = state.precision.convert_batch(micro.batch)
             if self._flops.is_pending and self.logbook.is_due(self.progress.step + 1):
@@ -347,15 +351,11 @@ class Trainer:
         if self._must_check(output):
             source = f"objectives: {objective.name}" if objective.name else "training_step"
             check_output(output, state.task, source)
-        if is_first and output.media is not None:
+        if index == 0 and output.media is not None:
             self.logbook.keep_media(output.media, objective=objective.name)
         if self._overwrites_outputs:
             output = copied(output)
         return output
-
-    def _batch_info(self, window: Window, *, num_samples: int) -> BatchInfo:
-        progress = self.progress
-        return BatchInfo(progress.step, progress.epoch, window.global_count, is_stand_in=num_samples == 0)
 
     def _must_check(self, output: object) -> bool:
         """Return True in the first step, where outputs are checked in full, and for any that is no StepOutput."""
@@ -427,7 +427,8 @@ class Trainer:
         if self._objectives_with_info:
             step = task.training_step
             task = copy.copy(task)
-            task.training_step = partial(step, info=self._batch_info(window, num_samples=window.global_count))
+            info = self._batch_infos.of_window(window, step=self.progress.step, epoch=self.progress.epoch)
+            task.training_step = partial(step, info=info)
         return task  # type: ignore[no-any-return]
 
     def _add_output(self, output: StepOutput, num_samples: int, scale: float) -> Tensor:
@@ -721,7 +722,8 @@ class Trainer:
     # For steps outside of `fit`, as job=tune makes them
 
     def weight_own_samples(self) -> None:
-        """Weight losses by this rank's samples only: for trials, in which ranks exchange no gradients."""
+        """Weight losses by this rank's samples only: for trials, in which ranks exchange nothing."""
+        self._batch_infos.exchanges = False
         self._loss_weights = OneRankWeights(self.context, task_name=type(self.state.task).__name__)
 
     def read_means(self) -> dict[str, float]:

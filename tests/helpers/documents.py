@@ -128,9 +128,12 @@ def shown_files(text: str) -> dict[str, str]:
     return {match[1]: block for block in _FENCE.findall(text) if (match := _FILE_NAME.match(block))}
 
 
-def write_shown_files(folder: Path) -> None:
-    """Write the files that the documentation shows to a working directory, as a reader would make them."""
-    for file in documents():
+def write_shown_files(folder: Path, *, pages: Iterable[Path] | None = None) -> None:
+    """Write the files that the documentation shows to a working directory, as a reader would make them.
+
+    pages: None: all.
+    """
+    for file in pages or documents():
         for name, content in shown_files(file.read_text()).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(content)
