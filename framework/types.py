@@ -375,8 +375,9 @@ class Task(Protocol):
     `training_step`, or the step of an Objective, may have a third parameter `info`: it gets a BatchInfo.
 
     A task may be an `nn.Module`, or have modules as attributes, such as a loss with weights: they are moved to the
-    device (the replica's first one) and converted to the type of `trainer.precision=bf16-true` or `64-true`, and none
-    of their parameters may require gradients. Tensors that aren't in a module stay where they are. If the task has
+    device (the replica's first one) and converted to the type of `trainer.precision=bf16-true` or `64-true`. Those of
+    their parameters that require gradients are trained: they become parameters of the model, as `task.ATTRIBUTE`.
+    Tensors that aren't in a module or an `nn.Parameter` stay where they are. If the task has
     `state_dict` and `load_state_dict`, as every `nn.Module`, checkpoints keep its state, which must be the same on all
     ranks. With `state_is_per_rank = True`, each rank has its own, and the run resumes on as many ranks. `Supervised`
     has no state: its loss is as configured.

@@ -11,6 +11,7 @@ from torch import nn
 from framework.config.schema import Config
 from framework.distributed.context import Context
 from framework.engine.builders.model import build_model, build_task
+from framework.engine.builders.task_parameters import add_task_parameters
 from framework.engine.weights import load_model
 from framework.errors import FrameworkError, TargetError, describe_error, raised_at
 from framework.optim.precision import PrecisionPlugin
@@ -24,6 +25,8 @@ class Assembled:
     # It holds what the task has added to it, and is converted to the formats of `precision`.
     model: nn.Module
     task: Task
+    # The model has parameters of the task; see `add_task_parameters`.
+    trains_task: bool
     precision: PrecisionPlugin
     # The checkpoint whose weights the model has; None if they are those it was built with.
     checkpoint: Path | None
@@ -53,13 +56,14 @@ def assemble(
         model = build_model(config.model, context=context, num_stages=num_stages)
     # The task may add to the model, so it comes before the model's formats and weights.
     task = build_task(config.task, model=model, config=config, context=context)
+    trains_task = add_task_parameters(model, task, context=context)
     model = precision.convert_model(model)
-    task = precision.convert_task(task)
+    task = precision.convert_task(task, model=model)
 
     checkpoint = None
     if weights is not None:
         checkpoint = load_model(model, weights, context=context)
-    return Assembled(model, task, precision, checkpoint)
+    return Assembled(model, task, trains_task, precision, checkpoint)
 
 
 def _build_on_meta(config: Config, context: Context, *, num_stages: int | None) -> nn.Module:

@@ -25,8 +25,10 @@ from framework.engine.builders.schedule import build_schedule
 from framework.engine.data_checks import check_metrics
 from framework.engine.setup import RankSetup
 from framework.engine.state_bytes import tensor_bytes
+from framework.errors import ConfigError
 from framework.launch.error_record import check_run_dir
 from framework.optim.objectives import Objectives, objectives_of
+from framework.optim.optimizer import has_evaluation_mode
 from framework.optim.param_groups import ParamGroups
 from framework.optim.schedule import Schedule, Schedules
 from framework.strategies.activation_checkpointing import apply_activation_checkpointing
@@ -122,6 +124,12 @@ def _assemble(setup: RankSetup, train_loader: MapLoader | StreamLoader) -> Assem
     """Return the whole model, in training mode, with its task and precision."""
     assembled = assemble(setup.requested, setup.context, num_stages=setup.strategy.num_stages)
     model = assembled.model
+    if assembled.trains_task and setup.strategy.forward_communicates:
+        raise ConfigError(
+            f"task: {type(assembled.task).__name__} has parameters that require gradients, and under strategy="
+            f"{type(setup.strategy).__name__.lower()} only what the model's forward computes with is trained.\n"
+            "Move them to the model, freeze them with requires_grad_(False), or use strategy=ddp or allreduce."
+        )
     # Samples that the loader keeps in memory can be shown to the task all at once.
     if train_loader.whole is not None:
         for observe in hooks([assembled.task], "observe_samples"):
@@ -179,6 +187,11 @@ def _build_optimizer_and_schedule(
     has_scaler = assembled.precision.scaler.is_enabled()
     may_fuse = not has_scaler and not _has_sparse_gradients(assembled.model)
     optimizer = build_optimizer(param_groups, assembled.model, may_fuse=may_fuse, total_steps=total_steps)
+    if setup.strategy.forward_communicates and has_evaluation_mode(optimizer):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} evaluates other weights than those it trains, and strategy="
+            f"{type(setup.strategy).__name__.lower()} saves one set.\nUse strategy=ddp or allreduce."
+        )
     setup.link.rank_status.set_total_steps(total_steps or 0)
     schedule = build_schedule(
         setup.config.scheduler,

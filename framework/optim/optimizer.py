@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -59,6 +60,30 @@ def skip_profiler_mark(optimizer: Optimizer) -> None:
         return bare_step(self, *args)
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def has_evaluation_mode(optimizer: Optimizer) -> bool:
+    """Return True for schedule-free optimizers, which have `train` and `eval` (https://arxiv.org/abs/2405.15682)."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+@contextmanager
+def evaluation_mode(optimizer: Any, _: nn.Module) -> Iterator[None]:
+    """While entered, the parameters are those that the optimizer evaluates; afterwards exactly those of before.
+
+    The optimizer's own way back, `train`, computes them, with an error of rounding that would depend on how often a run
+    is evaluated and saved. So they are copied.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    copies = [parameter.detach().clone() for parameter in parameters]
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        optimizer.train()
+        with torch.no_grad():
+            for parameter, copy in zip(parameters, copies, strict=True):
+                parameter.copy_(copy)
 
 
 @torch.no_grad()

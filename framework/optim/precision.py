@@ -56,10 +56,15 @@ class PrecisionPlugin:
             model = model.to(dtype=self.dtype)
         return model
 
-    def convert_task(self, task: Task) -> Task:
-        """Move the task's modules to the device and convert their floating-point tensors to a true precision's type."""
+    def convert_task(self, task: Task, *, model: nn.Module) -> Task:
+        """Move the task's modules to the device and convert their floating-point tensors to a true precision's type.
+
+        The model and its parts, which may be attributes of the task, stay where they are.
+        """
+        of_model = set(model.modules())
         for module in task_modules(task):
-            module.to(device=self._device, dtype=self.dtype)
+            if module not in of_model:
+                module.to(device=self._device, dtype=self.dtype)
         return task
 
     def convert_batch(self, batch: Batch) -> Batch:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from framework.config.schema import Precision
 from framework.distributed.context import Context
-from framework.errors import ConfigError
+from framework.errors import ConfigError, TargetError
 from framework.strategies.averaging import SyncedBuffers, broadcast
 from framework.strategies.base import Single, StrategyCosts
 from framework.strategies.comm_hooks import HOOKS, PowerSGD
@@ -190,7 +190,12 @@ class DDP(SyncedBuffers):
 
     @contextmanager
     def accumulate(self, model: nn.Module, *, synchronise: bool) -> Iterator[None]:
-        """Exchange gradients in the backward if `synchronise`. Raises ConfigError if some were missing before."""
+        """Exchange gradients in the backward if `synchronise`.
+
+        Raises:
+            ConfigError: some gradients were missing in the step before.
+            TargetError: the first step never called `model`.
+        """
         assert isinstance(model, DistributedDataParallel)
         self._begin_forward(model, synchronise=synchronise)
         # Torch records a static graph in the first backward, which must exchange gradients.
@@ -198,6 +203,10 @@ class DDP(SyncedBuffers):
         if will_exchange:
             self._exchanges += 1
         self._waiting_is_unreported = will_exchange
+        is_first_exchange = will_exchange and self._exchanges == 1
+        if is_first_exchange:
+            # The forward sets it to a bool.
+            model.require_forward_param_sync = None  # type: ignore[assignment]
         try:
             with nullcontext() if will_exchange else model.no_sync():
                 yield
@@ -205,6 +214,8 @@ class DDP(SyncedBuffers):
             if not self._options["find_unused_parameters"]:
                 _check_unused(model.module, error)
             raise
+        if is_first_exchange and model.require_forward_param_sync is None:
+            raise _never_called(model.module)
         if self._waiting_is_unreported and self._waiting is not None:
             self._waiting.waiting_unknown()
 
@@ -307,6 +318,14 @@ def _exchange_in_order(model: DistributedDataParallel, order: Sequence[str]) -> 
         model.module = module
         model._compiled_call_impl = compiled_call
         model.zero_grad(set_to_none=True)
+
+
+def _never_called(model: nn.Module) -> TargetError:
+    return TargetError(
+        f"The training step never called the `model` that it was given, so no gradient of {type(model).__name__} was "
+        "averaged over processes.\nCall that argument, as in model(x): not an attribute that holds the bare model, "
+        "nor a part of it."
+    )
 
 
 def _check_unused(model: nn.Module, error: RuntimeError) -> None:

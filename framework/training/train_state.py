@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -28,7 +28,7 @@ from framework.distributed.sharded import has_output, is_model_sharded
 from framework.errors import ConfigError
 from framework.media import Table, Text
 from framework.optim.objectives import Objectives
-from framework.optim.optimizer import restore_optimizer
+from framework.optim.optimizer import evaluation_mode, has_evaluation_mode, restore_optimizer
 from framework.optim.precision import PrecisionPlugin
 from framework.optim.schedule import Schedule, Schedules
 from framework.optim.several import Optimizers
@@ -48,6 +48,7 @@ from framework.training.rank_states import (
     states_of_ranks,
 )
 from framework.training.stop_control import StopControl
+from framework.training.task_state import with_model_state, without_model_state
 from framework.types import Callback, Logger, MicroBatch, Objective, Task, hooks
 
 
@@ -298,7 +299,7 @@ class TrainState:
             "callbacks": {name: hook() for name, hook in self._callback_hooks("state_dict")},
         }
         for task_state in hooks([self.task], "state_dict"):
-            training["task"] = task_state()
+            training["task"] = without_model_state(task_state(), self.task, self.bare_model)
         if self.strategy.replicas_differ:
             own = {"model": self.bare_model.state_dict()}
             for name in ("optimizer", "callbacks", "task"):
@@ -389,7 +390,8 @@ class TrainState:
         self.strategy.load_state_dict(self.model, training.get("strategy", {}))
         if "task" in training:
             for load in hooks([self.task], "load_state_dict"):
-                load(own_state("task", training["task"], training, self.context))
+                task_state = own_state("task", training["task"], training, self.context)
+                load(with_model_state(task_state, self.task, self.bare_model))
         restore_optimizer(self.optimizer, training["optimizer"])
         self.schedule.load_state_dict(training["schedule"])
         self.precision.scaler.load_state_dict(training["scaler"])
@@ -419,8 +421,15 @@ class TrainState:
         self.reported.load_state_dicts(reported)
 
     def _weight_swaps(self) -> list[Callable[..., Any]]:
-        """Return the `evaluation_weights` hooks; the strategy's is last, to average what callbacks swap in."""
-        swaps = hooks(self.callbacks.values(), "evaluation_weights")
+        """Return what swaps in the weights to evaluate: the optimizers, the callbacks, and last the strategy.
+
+        The strategy averages what the others swap in.
+        """
+        swaps: list[Callable[..., Any]] = []
+        for optimizer in self.optimizers:
+            if has_evaluation_mode(optimizer):
+                swaps.append(partial(evaluation_mode, optimizer))
+        swaps += hooks(self.callbacks.values(), "evaluation_weights")
         if self.strategy.replicas_differ:
             swaps.append(self.strategy.evaluation_weights)
         return swaps

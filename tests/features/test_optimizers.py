@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree
 from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam
@@ -155,6 +156,36 @@ def test_objectives_equal_a_plain_loop_and_resume_exactly(run, train, overrides)
     # Those of steps 3 and 9 are in the logs of the next even steps.
     assert list(results.curve(whole, "train/guess/loss")) == [4, 6, 10, 12]
     assert list(results.curve(whole, "train/copy/loss")) == [2, 4, 6, 8, 10, 12, 14]
+
+
+@pytest.mark.parametrize("overrides", [pytest.param((), id="one"), on_ranks(2, "allreduce")])
+def test_schedule_free_weights_are_evaluated_and_others_trained(run, train, overrides):
+    """A run that is validated and saved in every step trains exactly as one that isn't, and resumes exactly."""
+    adamw = {"_target_": "schedulefree.AdamWScheduleFree", "lr": 0.05, "warmup_steps": 3}
+    validated = ("trainer.limit_val_batches=null", "trainer.val_check_interval=1", "checkpoint.every_n_steps=1")
+    whole = run(adamw, "trainer.max_steps=9", *overrides, *validated)
+    rarely = run(adamw, "trainer.max_steps=9", *overrides)
+    part = run(adamw, "trainer.max_steps=4", *overrides, *validated)
+    train(f"resume={part}", "trainer.max_steps=9")
+
+    model = heads()
+    optimizer = AdamWScheduleFree([*model.body.parameters(), *model.guess.parameters()], lr=0.05, warmup_steps=3)
+    optimizer.train()
+    for x, y in batches(9):
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.eval()
+    for run_dir in (whole, rarely, part):
+        results.assert_same(results.saved(run_dir)["training"]["model"], trained, tolerance=1e-12)
+        results.assert_same(results.weights(run_dir), model.state_dict(), tolerance=1e-12)
+    results.assert_same(results.weights(rarely), results.weights(whole))
+    results.assert_same(results.weights(part), results.weights(whole))
+    x, y = points().train.tensors
+    with torch.no_grad():
+        loss = mse_loss(model(x.double()), y.double()).item()
+    assert results.curve(whole, "val/loss")[9] == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.multiproc

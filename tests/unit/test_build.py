@@ -133,11 +133,6 @@ def test_datasets_strategy_and_task_are_built():
     assert isinstance(task.loss, nn.MSELoss)
 
 
-def test_a_task_with_parameters_to_train_is_refused():
-    with pytest.raises(ConfigError, match=r"Linear has parameters that require gradients \(weight, bias\)"):
-        build_task(node("FakeTask", loss=node("torch.nn.Linear", in_features=1, out_features=1)))
-
-
 def test_loggers_and_callbacks_keep_their_order():
     run_dir = RunDir(Path("somewhere"))
     built = build_loggers({"b": node("FakeLogger", prefix="x"), "a": node("PlainLogger")}, run_dir=run_dir)

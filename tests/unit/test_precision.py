@@ -89,5 +89,5 @@ def weighted() -> nn.Module:
     ],
 )
 def test_task_modules_take_the_precisions_type(task, loss):
-    assert PrecisionPlugin("64-true", device=torch.device("meta")).convert_task(task) is task
+    assert PrecisionPlugin("64-true", device=torch.device("meta")).convert_task(task, model=nn.Identity()) is task
     assert (loss(task).weight.device.type, loss(task).weight.dtype) == ("meta", torch.float64)

@@ -11,9 +11,8 @@ from framework.config.schema import Node
 from framework.config.targets import check_devices, takes, without_freeze
 from framework.distributed.context import Context
 from framework.engine.builders.objects import build_object, wrong_result
-from framework.errors import ConfigError, TargetError
+from framework.errors import TargetError
 from framework.optim.objectives import has_objectives
-from framework.optim.precision import task_modules
 from framework.strategies.parameters import chosen
 from framework.types import Task
 
@@ -79,9 +78,6 @@ def build_task(node: Node, **offered: Any) -> Task:
 
     Args:
         offered: `model` (not wrapped yet), `config` and `context`, for a constructor that takes them.
-
-    Raises:
-        ConfigError: its parameters require gradients, and no optimizer gets them.
     """
     task = build_object("task", node, **offered)
     names = ["training_step", "validation_step"]
@@ -92,14 +88,5 @@ def build_task(node: Node, **offered: Any) -> Task:
     if missing:
         expected = f"an object with {', '.join(names)}; {missing[0]} is missing"
         raise wrong_result("task", node, task, expected=expected)
-
-    for module in task_modules(task):
-        trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        if trained:
-            raise ConfigError(
-                f"task: {type(module).__name__} has parameters that require gradients ({', '.join(trained)}), and the "
-                "optimizer trains the model's parameters only.\nMove them to the model, or freeze them with "
-                "requires_grad_(False)."
-            )
     checked: Task = task
     return checked
