@@ -381,6 +381,9 @@ class Task(Protocol):
     `state_dict` and `load_state_dict`, as every `nn.Module`, checkpoints keep its state, which must be the same on all
     ranks. With `state_is_per_rank = True`, each rank has its own, and the run resumes on as many ranks. `Supervised`
     has no state: its loss is as configured.
+
+    `slot_state = {"hidden": 1}` names attributes that belong to samples, by their places in the global batch, and the
+    dimension of their tensors for that place; see docs/own_code.md.
     """
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput: ...

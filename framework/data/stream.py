@@ -122,6 +122,11 @@ class StreamLoader:
         """How a global batch is split."""
         return self._plan.batches
 
+    @property
+    def is_sharded(self) -> bool:
+        """Each rank reads a shard of its own."""
+        return self._plan.is_sharded
+
     def observe_waiting(self, waiting: Waiting) -> None:
         """Tell `waiting` when this rank waits for others."""
         self._waiting = waiting

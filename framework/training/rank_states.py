@@ -1,8 +1,7 @@
 """Compare what ranks should have in common before it is saved: weights, and the states of tasks and callbacks.
 
-An object with `state_is_per_rank = True` may have another state on each rank, such as the hidden state of truncated
-backpropagation: then the state of each rank is saved. With `state_is_rank_zero = True`, as for a clock, all ranks get
-rank 0's.
+An object with `state_is_per_rank = True` may have another state on each rank: then the state of each rank is saved.
+With `state_is_rank_zero = True`, as for a clock, all ranks get rank 0's.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ from framework.training.rank_states import (
     own_state,
     states_of_ranks,
 )
+from framework.training.slot_state import SLOTS, SlotState
 from framework.training.stop_control import StopControl
 from framework.training.task_state import with_model_state, without_model_state
 from framework.types import Callback, Logger, MicroBatch, Objective, Task, hooks
@@ -138,6 +139,7 @@ class TrainState:
         self.meter = Meter(varies=self.objectives is not None)
         self.reported = ReportedPairs()
         self.trainable = Trainable(self.bare_model)
+        self.slots = SlotState(self.task, loader=self.train_loader, strategy=self.strategy, context=self.context)
         # Names of the parameters that are trained, in the checkpoint that was loaded.
         self._saved_trainable: Sequence[str] | None = None
 
@@ -231,7 +233,7 @@ class TrainState:
 
     @contextmanager
     def restored_afterwards(self) -> Iterator[None]:
-        """Restore weights, optimizers and the states of the task and the callbacks; the rest of the objects may change.
+        """Restore weights, optimizers, slots and the states of task and callbacks; the rest of the objects may change.
 
         Generators and which parameters are trained aren't restored here. Needs the memory of a copy of all this.
         """
@@ -245,7 +247,8 @@ class TrainState:
             # A class may have one of the two only.
             for save, load in zip(save_hooks, load_hooks, strict=False):
                 states.append((load, copy.deepcopy(save())))
-        yield
+        with self.slots.restored_afterwards():
+            yield
         model.load_state_dict(weights)
         restore_optimizer(self.optimizer, optimizer)
         for load, state in states:
@@ -317,6 +320,8 @@ class TrainState:
         others = states_of_ranks(objects, states, prints, step=step, context=self.context)
         if others:
             training[RANK_STATES] = others
+        if self.slots:
+            training[SLOTS] = self.slots.state_dict()
 
         trainable: set[str] = set()
         for rank in of_ranks:
@@ -398,6 +403,8 @@ class TrainState:
         for name, load in self._callback_hooks("load_state_dict"):
             if name in training["callbacks"]:
                 load(own_state(f"callbacks.{name}", training["callbacks"][name], training, self.context))
+
+        self.slots.load_state_dict(training.get(SLOTS, {}))
 
         self.progress.load_state_dict(training["progress"])
         samples = self.progress.samples

@@ -141,6 +141,7 @@ class Trainer:
             self._only_objective = (Objective(name="", step=state.task.training_step, optimizer=""),)
         objectives = self._only_objective if state.objectives is None else state.objectives.all
         self._objectives_with_info = _takers_of_info(objectives)
+        self._has_slots = bool(state.slots)
         # CUDA graphs write the outputs of every step to the same memory.
         self._overwrites_outputs = settings.compile in CUDA_GRAPH_MODES and state.context.device.type == "cuda"
         if state.precision.scaler.is_enabled():
@@ -341,12 +342,16 @@ class Trainer:
         if objective.name in self._objectives_with_info:
             progress = self.progress
             keywords["info"] = self._batch_infos.of(window, index=index, step=progress.step, epoch=progress.epoch)
+        if self._has_slots:
+            state.slots.begin_micro_batch(window, index)
         with state.precision.autocast():
             batch = state.precision.convert_batch(micro.batch)
             if self._flops.is_pending and self.logbook.is_due(self.progress.step + 1):
                 output = self._flops.record(objective.step, state.model, batch, **keywords)
             else:
                 output = objective.step(state.model, batch, **keywords)
+        if self._has_slots:
+            state.slots.end_micro_batch(window, index)
 
         if self._must_check(output):
             source = f"objectives: {objective.name}" if objective.name else "training_step"

@@ -20,6 +20,7 @@ def full_steps(loader: MapLoader, plan: BatchPlan) -> MapLoader:
 
 def train_steps(trainer: Trainer, loader: MapLoader | StreamLoader, num_steps: int) -> Iterator[float]:
     """Train `num_steps` steps, over as many epochs as that takes, and yield the seconds of each."""
+    trainer.state.slots.reset()
     for window in islice(_windows(loader), num_steps):
         began = time.perf_counter()
         trainer.train_step(window)
