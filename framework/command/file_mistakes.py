@@ -77,6 +77,8 @@ def _in_defaults_list(error: BaseException, loader: Any) -> str | None:
         file = facts.get("file")
         path = "A file" if file is None else _path_of(file, loader)
         name = facts.get("name") or _chosen_in(str(file), group, loader)
+        if file == "hydra/config":
+            return f"hydra/{group}={name} can't be used: a sweep starts its trials itself. Leave it out."
         return (
             f"{path}: an option of {group} is chosen already, so the line of the defaults list needs `override` and a "
             f"slash:\n    - override /{group}: {name}"

@@ -165,7 +165,7 @@ def load_swept_job(name: str) -> Job:
     """Return the job of a sweep's trials. Raises ConfigError for one that answers for one run."""
     job = load_job(name)
     if not job.sweepable:
-        raise ConfigError(f"job={name} is about one run, so it can't go with a sweep (-m). Choose one of its jobs.")
+        raise ConfigError(f"job={name} can't go with a sweep (-m), whose jobs are about one trial each. Leave -m out.")
     return job
 
 

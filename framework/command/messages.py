@@ -120,7 +120,7 @@ def _how_it_ended(recipe: str, results: Mapping[str, Any], status: int) -> str:
     if status == EXIT_STOPPED:
         return f"Stopped {recipe} {ended_by.removeprefix('stopped ')} after step {steps:,}, which is saved"
     seconds = results.get("seconds", 0.0)
-    return f"Finished {recipe} after {steps:,} steps in {seconds:.1f} s ({ended_by})"
+    return f"Finished {recipe} after {format_count(steps, 'step')} in {seconds:.1f} s ({ended_by})"
 
 
 def _metrics_by_step(results: Mapping[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from framework.checkpoint import LocalStorage, find
 from framework.checkpoint.layout import CONFIG_NAME
+from framework.command.job import load_job
 from framework.command.trust import check_trust, why_not_owned
 from framework.config.apply_typed import apply_typed
 from framework.config.find_run import is_run, newest_unfinished
@@ -146,6 +147,9 @@ def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
         return list(typed)
     others = [text for text in typed if key_of(text) != _RESUME]
     composed = compose([text for text in others if not names_a_run(text)])
+    job = composed["job"]
+    if not load_job(job).trains:
+        raise ConfigError(f"resume=auto can't go with job={job}: it continues a training run. Leave it out.")
     folder = Path(composed["path"]["outputs"]) / composed["recipe"]
     run_dir = newest_unfinished(folder.absolute(), is_own=_is_own)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from framework.config.keys import Key, keys_of, named_keys
+from framework.config.keys import Key, find_key, keys_of, named_keys
 from framework.config.other_names import value_advice
 from framework.config.schema import Config, Texts
 from framework.config.suggest import did_you_mean, instead_of, nearest
@@ -25,6 +25,9 @@ def unknown_key_hint(dotted: str, value: Any, keys: Iterable[str]) -> str:
         nodes = [f"{section_name}.{key.name}" for key in keys_of(section.section) if key.takes_node]
         if nodes:
             return f" Type {nodes[0]}={{_target_:{show(value)}}}"
+    around = find_key(section_name)
+    if name == "_target_" and around is not None and around.takes_node:
+        return f" Type {section_name}={{_target_:{show(value)}}}"
     typed = None
     if value is not None and not isinstance(value, Mapping):
         typed = show(value)

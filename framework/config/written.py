@@ -12,6 +12,7 @@ from framework.config.values import show
 from framework.config.yaml_files import checked, load_as, load_yaml_text
 from framework.errors import ConfigError
 from framework.system.files import FileFacts, read_bytes
+from framework.system.formatting import display_path
 from framework.system.run_dir import RunDir
 
 _NOT_THERE = object()
@@ -99,8 +100,9 @@ def _check_edits(run_dir: RunDir, *, written: Mapping[str, Any], typed: Sequence
         if not is_typed and repr(new) != repr(old):
             lines.append(f"  {_edit_text(key, old=old, new=new)}")
     if lines:
+        file = display_path(run_dir.config_file)
         raise ConfigError(
-            f"{run_dir.config_file} was edited, or is damaged: it isn't what the run wrote. These keys differ:\n"
+            f"{file} was edited, or is damaged: it isn't what the run wrote. These keys differ:\n"
             + "\n".join(lines)
             + "\nType each of them on the command line, with the value that you want."
         )

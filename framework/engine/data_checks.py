@@ -11,6 +11,7 @@ from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
 from framework.strategies.base import Strategy
+from framework.system.formatting import format_count
 from framework.training.length import FROM_SCRATCH, Start, step_of_epoch_end, total_steps
 from framework.types import Datasets
 
@@ -92,8 +93,9 @@ def check_validation(
     first = _first_validation(config, datasets, steps_per_epoch=steps_per_epoch, start=start)
     if first is None or first <= steps:
         return None
+    end = format_count(steps, "step")
     return (
-        f"Nothing will be validated: training ends after {steps} steps, and the first validation is due after "
+        f"Nothing will be validated: training ends after {end}, and the first validation is due after "
         f"{first}. Use trainer.val_check_interval={steps} to validate at the end."
     )
 

@@ -12,6 +12,7 @@ from framework.distributed.collectives import broadcast_object, gather_to_all
 from framework.distributed.context import Context
 from framework.engine.setup import RankSetup
 from framework.errors import CheckpointError, RunError
+from framework.system.formatting import display_path
 from framework.system.rank_log import warn
 
 
@@ -45,7 +46,8 @@ def own_checkpoint(setup: RankSetup) -> LastUndamaged:
         )
     if context.is_main:
         for damaged, text in agreed.damaged:
-            warn(f"The checkpoint {damaged} can't be used: {text}. An earlier one is used; nothing is deleted")
+            path = display_path(damaged)
+            warn(f"The checkpoint {path} can't be used: {text}. An earlier one is used; nothing is deleted")
         if directory is None:
             warn("There is no checkpoint yet: the run starts from scratch")
     return LastUndamaged(directory, agreed.damaged)

@@ -72,6 +72,9 @@ TARGETS = {
     "+logger.mine._target_=framework.loggers.JsonlLoger": "Did you mean framework.loggers.JsonlLogger?",
     "+callbacks.mine._target_=own.Late": "callbacks.mine: own.Late.on_train_step_ended isn't a hook and would never be",
     "+logger.mine._target_=own.Flushing": "logger.mine: own.Flushing.on_results_ isn't a hook and would never",
+    "data.sampler._target_=own.Mine": "there is no such key. Type data.sampler={_target_:own.Mine}",
+    "job=tune resume=auto": "resume=auto can't go with job=tune: it continues a training run. Leave it out.",
+    "-m seed=1,2 hydra/launcher=joblib": "hydra/launcher=joblib can't be used: a sweep starts its trials itself.",
     "strategy=ddp +strategy.static_grap=true": "Did you mean strategy.static_graph?",
 }
 

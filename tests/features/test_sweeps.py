@@ -309,7 +309,7 @@ def test_a_sweep_whose_recipe_has_changed_is_not_continued(sweep, tmp_path):
         (["sweep.worker=nowhere"], "sweep.worker=nowhere: there is no such folder"),
         (["sweep.worker=."], "sweep.worker=.: this is no sweep: it has no sweep.json"),
         (["sweep.worker=auto"], "sweep.worker=auto: there is no such folder"),
-        (["seed=1,2", "job=runs"], "job=runs is about one run"),
+        (["seed=1,2", "job=runs"], "job=runs can't go with a sweep"),
         (["seed=1,2", "hydra/launcher=joblib"], "joblib"),
     ],
 )

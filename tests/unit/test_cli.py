@@ -106,7 +106,7 @@ RARELY_WRONG: dict[str, list[str]] = {
     "recipe=toy trainer.gpus=0 init_from=/bin/sh": ["a file of weights ends with .safetensors, .pt, .pth, .bin"],
     "recipe=toy 'init.skip=[\"(a\"]' init.rename=[a]": ['init.rename=["a"]: must be a mapping from text to text'],
     "recipe=toy 'init.skip=[\"(a\"]'": ["init.skip: '(a' isn't a regular expression: missing )"],
-    "job=tune -m recipe=toy,digits": ["job=tune is about one run"],
+    "job=tune -m recipe=toy,digits": ["job=tune can't go with a sweep"],
     "-m seed=1,-2": ["seed=-2: must be a whole number at least 0"],
     "-m recipe=toy 'optimizer.lr=range(1,1)'": ["The sweep has no trials"],
     "-m optimizer=sgd,admm": ["optimizer=admm: optimizer has no such option. Did you mean optimizer=adam?"],
