@@ -28,7 +28,7 @@ from framework.types import Datasets
 
 _NO_ARGUMENTS = ("recipe", "job", "resume", "objects", "trust")
 _SECTIONS = tuple(field.name for field in fields(Config) if field.name not in _NO_ARGUMENTS)
-_ONE_NODE = ("model", "task", "strategy", "optimizer")
+_ONE_NODE = ("model", "peft", "task", "strategy", "optimizer")
 _NAMED_NODES = ("callbacks", "logger")
 
 # A string is their value; for the other sections it chooses an option.

@@ -40,10 +40,17 @@ def load_files(
     return state
 
 
+def read_training(directory: Path) -> dict[str, Any]:
+    """Return the part `training` of a checkpoint that is known to be undamaged; its tensors stay on the disk."""
+    training: dict[str, Any] = torch.load(
+        directory / part_file("training"), map_location="cpu", weights_only=True, mmap=True
+    )
+    return training
+
+
 def load_progress(directory: Path) -> dict[str, int]:
     """Return the progress of a checkpoint that is known to be undamaged, without reading its tensors."""
-    training = torch.load(directory / part_file("training"), map_location="cpu", weights_only=True, mmap=True)
-    progress: dict[str, int] = training["progress"]
+    progress: dict[str, int] = read_training(directory)["progress"]
     return progress
 
 

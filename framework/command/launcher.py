@@ -14,7 +14,7 @@ from framework.data.batching import plan_steps
 from framework.errors import ConfigError, RequestError
 from framework.launch.base import Launcher, launcher_class
 from framework.launch.handshake import ExternalRanks
-from framework.strategies.callback_rules import callback_mistakes
+from framework.strategies.callback_rules import callback_mistakes, weight_mistakes
 from framework.strategies.rules import refusals, rules_of, strategy_request
 
 
@@ -81,6 +81,7 @@ def placement_mistakes(config: Config, placement: Placement, *, trains: bool) ->
         if not mistakes:
             mistakes += refusals(lambda: plan_steps(config, rules.data_share()))
             mistakes += callback_mistakes(_callbacks(config), rules, target=node["_target_"])
+            mistakes += weight_mistakes(config, rules, kind=node["_target_"].rpartition(".")[2])
     mistakes += refusals(lambda: check_devices(config.model, topology.span, SourceSignatures()))
     return mistakes
 

@@ -75,7 +75,8 @@ class BaseRun:
         if self.found is None:
             _check_names_no_run(composed)
             return {**composed, _TRUST: False}
-        if self.found.key != _RERUN and "init_from" in map(key_of, self.typed):
+        has_all_weights = not self.found.raw["checkpoint"].get("only_trained")
+        if self.found.key != _RERUN and has_all_weights and "init_from" in map(key_of, self.typed):
             raise ConfigError(f"{self.found.key} can't go with init_from: each names initial weights. Leave one out.")
         raw = self._saved_with_typed(self.found, composed)
         _check_secrets(raw, self.found.run_dir)
@@ -399,7 +400,9 @@ def started_from(found: SavedRun, raw: Mapping[str, Any]) -> dict[str, Any]:
     elif found.key == _RERUN:
         started["rerun"] = str(found.run_dir.path)
     else:
-        started["init_from"] = None
+        # A checkpoint of what was trained needs the weights that the run began with.
+        if not raw["checkpoint"].get("only_trained"):
+            started["init_from"] = None
         started["rerun"] = None
         checkpoint_path = str(found.checkpoint)
     started["checkpoint"] = {**raw["checkpoint"], "path": checkpoint_path}

@@ -240,6 +240,8 @@ class CheckpointConfig:
     every_n_minutes: float | None = bounded(above=0)
     # Write while training continues.
     asynchronous: bool = True
+    # Leave out parameters that are frozen, and as the model was built: they are built again.
+    only_trained: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,6 +353,8 @@ class ExportConfig:
     output: str | None
     # For onnx and torch_export: allow any batch size. false: only the example's.
     dynamic_batch: bool
+    # Merge the adapters of `peft` into the weights; the model is then as it was before they were added.
+    merge: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,6 +444,8 @@ class Config:
     sweep: SweepConfig = SweepConfig()
     path: PathConfig
     model: Node
+    # A configuration of the package peft, such as peft.LoraConfig: train adapters only. null: train the model.
+    peft: Node | None = None
     data: DataConfig
     task: Node
     backend: BackendConfig

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -86,6 +87,7 @@ def target_mistakes(config: Config, signatures: Signatures) -> Iterator[str]:
         collate_fn = {**collate_fn, "_partial_": True}
 
     yield from check(model, "model", supplied=("devices",))
+    yield from _peft_mistakes(config.peft, signatures)
     yield from check(config.data.datasets, "data.datasets", supplied=("run_config", "run_context"))
     yield from check(collate_fn, "data.collate_fn")
     yield from check(config.data.sampler, "data.sampler", positional=1)
@@ -102,6 +104,15 @@ def target_mistakes(config: Config, signatures: Signatures) -> Iterator[str]:
         yield from check(node, f"callbacks.{name}", supplied=("context", "run_dir"))
     for key, schedule in schedules(config):
         yield from check(schedule, key, positional=1, supplied=("total_steps",))
+
+
+def _peft_mistakes(node: Node | None, signatures: Signatures) -> Iterator[str]:
+    if node is None:
+        return
+    if node["_target_"].startswith("peft.") and find_spec("peft") is None:
+        yield "peft needs the package peft, which isn't installed: pip install peft"
+        return
+    yield from check_node(node, "peft", signatures=signatures)
 
 
 def without_freeze(node: Node, signatures: Signatures | None = None) -> tuple[Node, Any]:

@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from framework.checkpoint import find
 from framework.config.schema import Config
 from framework.distributed.context import Context
+from framework.distributed.seed import seed_everything
+from framework.engine.builders.adapters import add_adapters
 from framework.engine.builders.model import build_model, build_task
-from framework.engine.builders.task_parameters import add_task_parameters
-from framework.engine.weights import load_model
+from framework.engine.builders.task_parameters import NAME, add_task_parameters
+from framework.engine.weights import is_partial, load_initial_weights, load_model
 from framework.errors import FrameworkError, TargetError, describe_error, raised_at
 from framework.optim.precision import PrecisionPlugin
 from framework.types import Task
@@ -22,7 +25,7 @@ from framework.types import Task
 class Assembled:
     """A model that no strategy has wrapped yet, and what computes with it."""
 
-    # It holds what the task has added to it, and is converted to the formats of `precision`.
+    # It holds what the task has added to it, is converted to the formats of `precision`, and has its adapters.
     model: nn.Module
     task: Task
     # The model has parameters of the task; see `add_task_parameters`.
@@ -30,18 +33,27 @@ class Assembled:
     precision: PrecisionPlugin
     # The checkpoint whose weights the model has; None if they are those it was built with.
     checkpoint: Path | None
+    # What was loaded of `init_from`, for the log; None if it wasn't loaded here.
+    initial_weights: str | None
 
 
 def assemble(
-    config: Config, context: Context, *, weights: Path | None = None, num_stages: int | None = None
+    config: Config,
+    context: Context,
+    *,
+    weights: Path | None = None,
+    num_stages: int | None = None,
+    loads_initial_weights: bool = False,
 ) -> Assembled:
-    """Build the model, the task and the precision, and load weights. With `weights`, every rank must call it.
+    """Seed, build the model, the task and the precision, and load weights. Every rank must call it if it loads any.
 
     Args:
         config: the requested one, before `trainer.fast_dev_run` is applied. A task that takes `config` gets it.
         context: the model gets its devices. On the meta device the model has no values, as job=plan needs it.
         weights: the run or checkpoint to load the model's weights from; None to keep those it was built with.
         num_stages: how many stages the strategy will split the model into. The model then stays on the CPU.
+        loads_initial_weights: load those of `init_from`, before adapters are added. If `weights` is a checkpoint of
+            what was trained only, this is done anyway.
 
     Raises:
         FrameworkError: the configuration asks for something that can't be built.
@@ -50,6 +62,9 @@ def assemble(
     settings = config.trainer
     precision = PrecisionPlugin(settings.precision, device=context.device, channels_last=settings.channels_last)
 
+    # Every rank draws the same numbers, so replicas start equal even if the strategy doesn't make them so. Frozen
+    # weights that checkpoints leave out are drawn again.
+    seed_everything(config.seed, rank=0)
     if context.device.type == "meta":
         model = _build_on_meta(config, context, num_stages=num_stages)
     else:
@@ -60,10 +75,19 @@ def assemble(
     model = precision.convert_model(model)
     task = precision.convert_task(task, model=model)
 
+    if weights is not None and config.init_from is not None:
+        loads_initial_weights = is_partial(find(weights))
+    initial_weights = None
+    if loads_initial_weights and config.init_from is not None:
+        initial_weights = load_initial_weights(model, config, context=context)
+    if config.peft is not None:
+        task_parameters = [*model.get_submodule(NAME).parameters()] if trains_task else []
+        model = add_adapters(model, config.peft, place=context.device, trained_too=task_parameters)
+
     checkpoint = None
     if weights is not None:
         checkpoint = load_model(model, weights, context=context)
-    return Assembled(model, task, trains_task, precision, checkpoint)
+    return Assembled(model, task, trains_task, precision, checkpoint, initial_weights)
 
 
 def _build_on_meta(config: Config, context: Context, *, num_stages: int | None) -> nn.Module:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
 
 from framework.checkpoint import LocalStorage
 from framework.checkpoint.manager import CheckpointManager
+from framework.checkpoint.reader import load_progress
 from framework.config.optimizers import optimizer_configs
 from framework.config.schema import Node, ProgressMode, TrainerConfig
 from framework.config.written import written_config
@@ -25,8 +27,10 @@ from framework.engine.builders.schedule import build_schedule
 from framework.engine.data_checks import check_metrics
 from framework.engine.setup import RankSetup
 from framework.engine.state_bytes import tensor_bytes
+from framework.engine.weights import loads_before_adapters
 from framework.errors import ConfigError
 from framework.launch.error_record import check_run_dir
+from framework.media import Text
 from framework.optim.objectives import Objectives, objectives_of
 from framework.optim.optimizer import has_evaluation_mode
 from framework.optim.param_groups import ParamGroups
@@ -34,6 +38,7 @@ from framework.optim.schedule import Schedule, Schedules
 from framework.strategies.activation_checkpointing import apply_activation_checkpointing
 from framework.system.rank_log import warn
 from framework.training import length as run_length
+from framework.training.content_hash import parameter_hashes
 from framework.training.stop_control import StopControl
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
@@ -48,25 +53,29 @@ def build_trainer(
     train_loader: MapLoader | StreamLoader,
     val_loaders: Mapping[str, EvalLoader],
     *,
-    resumed: Mapping[str, int] | None = None,
+    checkpoint: Path | None = None,
 ) -> Trainer:
     """Build the model, the optimizer and all else that training needs. Every rank must call it.
 
-    resumed: the progress of the checkpoint that will be restored, which decides how long the whole run is.
+    checkpoint: the one that will be restored. Its progress decides how long the whole run is.
     """
     config = setup.config
     settings = config.trainer
 
-    # Every rank draws the same numbers, so replicas start equal even if the strategy doesn't make them so.
-    seed_everything(config.seed, rank=0)
-    assembled = _assemble(setup, train_loader)
+    assembled = _assemble(setup, train_loader, checkpoint=checkpoint)
     # Parameters are grouped while the model is whole: the strategy may leave each rank a part of it.
+    initial_hashes = None
+    if config.checkpoint.only_trained:
+        initial_hashes = parameter_hashes(assembled.model)
     configs = optimizer_configs(config.optimizer)
     param_groups = ParamGroups.of(assembled.model, configs)
     objectives = objectives_of(assembled.task, optimizers=[optimizer_config.name for optimizer_config in configs])
     if objectives is not None:
         setup.strategy.allow_unused_parameters()
     wrapped = _wrap(setup, assembled.model)
+    resumed = None
+    if checkpoint is not None:
+        resumed = load_progress(checkpoint)
     optimizer, schedule = _build_optimizer_and_schedule(
         setup, assembled, param_groups, objectives=objectives, size=train_loader.size, resumed=resumed
     )
@@ -88,11 +97,12 @@ def build_trainer(
         objectives=objectives,
         recomputes=settings.activation_checkpointing is not None,
         compile_mode=settings.compile,
+        initial_hashes=initial_hashes,
     )
     # From here on, ranks with different samples draw different numbers.
     seed_everything(config.seed, rank=setup.seed_rank)
     groups = (*setup.strategy.groups, *setup.exchange.groups)
-    return Trainer(
+    trainer = Trainer(
         state,
         settings,
         val_loaders=val_loaders,
@@ -104,6 +114,9 @@ def build_trainer(
         link=setup.link,
         counts_flops=bool(config.logger),
     )
+    if assembled.initial_weights is not None and checkpoint is None:
+        trainer.logbook.log_values({"init_from": Text(assembled.initial_weights)})
+    return trainer
 
 
 def _run_dir_check(setup: RankSetup) -> Callable[[], None]:
@@ -120,9 +133,14 @@ def _no_check() -> None:
 # The model
 
 
-def _assemble(setup: RankSetup, train_loader: MapLoader | StreamLoader) -> Assembled:
+def _assemble(setup: RankSetup, train_loader: MapLoader | StreamLoader, *, checkpoint: Path | None) -> Assembled:
     """Return the whole model, in training mode, with its task and precision."""
-    assembled = assemble(setup.requested, setup.context, num_stages=setup.strategy.num_stages)
+    assembled = assemble(
+        setup.requested,
+        setup.context,
+        num_stages=setup.strategy.num_stages,
+        loads_initial_weights=loads_before_adapters(setup.config, checkpoint),
+    )
     model = assembled.model
     if assembled.trains_task and setup.strategy.forward_communicates:
         raise ConfigError(
@@ -172,7 +190,7 @@ def _build_optimizer_and_schedule(
 
     Args:
         size: Samples of an epoch; None for a stream.
-        resumed: As in `build_trainer`.
+        resumed: The progress of the checkpoint that will be restored.
     """
     # The length is that of the requested run, of which `trainer.fast_dev_run` only makes the first steps.
     requested = setup.requested

@@ -21,7 +21,7 @@ from framework.distributed.seed import mix, restore_generator_states, seed_every
 from framework.distributed.sharded import is_model_sharded
 from framework.engine.changed_settings import change_optimizers, check_fold, check_optimizer_and_schedule
 from framework.engine.setup import RankSetup
-from framework.engine.weights import load_initial_weights
+from framework.engine.weights import complete_weights, load_initial_weights, loads_before_adapters
 from framework.media import Text
 from framework.system.rank_log import logger, warn
 from framework.training.trainer import Trainer
@@ -34,7 +34,7 @@ def restore(setup: RankSetup, trainer: Trainer, checkpoint: LastUndamaged) -> No
     """
     if checkpoint.directory is not None:
         _resume(setup, trainer, checkpoint.directory)
-    elif setup.config.init_from is not None:
+    elif setup.config.init_from is not None and not loads_before_adapters(setup.config, None):
         loaded = load_initial_weights(trainer.state.bare_model, setup.config, context=setup.context)
         if loaded is not None:
             trainer.logbook.log_values({"init_from": Text(loaded)})
@@ -76,7 +76,8 @@ def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
         differ = setup.strategy.replicas_differ
         training = own_training(checkpoint["training"], setup.context, replicas_differ=differ)
         # `training` has the weights to train on if a callback averages those in `model`.
-        load_weights(model, training.get("model", checkpoint["model"]), source=source)
+        weights = training.get("model", checkpoint["model"])
+        load_weights(model, complete_weights(model, weights, source), source=source)
 
     # An earlier stop of a callback doesn't count if settings that may end training have changed.
     config = load_written_config(setup.run_dir)

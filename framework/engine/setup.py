@@ -26,6 +26,7 @@ from framework.engine.limits import apply_fast_dev_run
 from framework.launch.base import launcher_class
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.strategies.base import Strategy
+from framework.strategies.callback_rules import weight_mistakes
 from framework.strategies.rules import strategy_request
 from framework.system.allocator import tune_malloc
 from framework.system.hardware import processes_on_cores, threads_per_process
@@ -140,6 +141,7 @@ def plan_training(config: Config, context: Context) -> tuple[Strategy, BatchPlan
         request = strategy_request(config, context.topology, backend=context.backend)
         raise_mistakes(list(strategy.rules(request).mistakes()))
     check_callbacks_fit(config.callbacks, strategy)
+    raise_mistakes(list(weight_mistakes(config, strategy, kind=type(strategy).__name__)))
     strategy.check_precision(config.trainer.precision)
     return strategy, plan_steps(config, context, strategy)
 

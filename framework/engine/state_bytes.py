@@ -57,6 +57,7 @@ def state_sizes(setup: RankSetup, trainer: Trainer) -> StateSizes:
         world_size=setup.context.world_size,
         averages=len(hooks(trainer.state.callbacks.values(), "evaluation_weights")),
         strategy=setup.strategy,
+        only_trained=setup.config.checkpoint.only_trained,
     )
 
     num_here = max(sum(parameter.numel() for parameter in parameters), 1)
@@ -162,7 +163,13 @@ def _probe(parameter: Tensor) -> nn.Parameter:
 
 
 def checkpoint_bytes(
-    model: nn.Module, optimizer_size: int, *, world_size: int, averages: int, strategy: Strategy
+    model: nn.Module,
+    optimizer_size: int,
+    *,
+    world_size: int,
+    averages: int,
+    strategy: Strategy,
+    only_trained: bool = False,
 ) -> int:
     """Return about how many bytes a checkpoint takes on the disk.
 
@@ -171,6 +178,7 @@ def checkpoint_bytes(
         optimizer_size: what `optimizer_state_bytes` returns.
         averages: how many callbacks evaluate with weights of their own.
         strategy: of the run; some keep every rank's weights, copies of them, or gradients.
+        only_trained: frozen parameters are left out.
     """
     costs = strategy.costs()
     state = model.state_dict(keep_vars=True).values()
@@ -178,6 +186,9 @@ def checkpoint_bytes(
     tensors = {id(value): value for value in state if isinstance(value, Tensor)}
     weight_bytes = tensor_bytes(tensors.values())
     trained_bytes = tensor_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+    if only_trained:
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        weight_bytes -= tensor_bytes(frozen)
     averages_bytes = averages * average_bytes(tensors.values())
 
     num_replicas = 1

@@ -6,15 +6,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from framework.checkpoint import read_manifest
+from torch import nn
+
+from framework.checkpoint import find, read_manifest
 from framework.checkpoint.layout import BEST
-from framework.checkpoint.reader import load_progress
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.collectives import broadcast_object
 from framework.distributed.process_group import process_group
+from framework.distributed.seed import generator_states, restore_generator_states
+from framework.engine.assemble import assemble
 from framework.engine.build_trainer import build_trainer
 from framework.engine.data_checks import check_metrics, check_validation, streams_of
 from framework.engine.limits import apply_overfit_batches
@@ -95,10 +99,7 @@ def _train(
         test_loaders = make_eval_loaders(setup, datasets, part="test", strategy=setup.strategy)
 
     checkpoint = own_checkpoint(setup)
-    saved_progress = None
-    if checkpoint.directory is not None:
-        saved_progress = load_progress(checkpoint.directory)
-    trainer = build_trainer(setup, train_loader, val_loaders, resumed=saved_progress)
+    trainer = build_trainer(setup, train_loader, val_loaders, checkpoint=checkpoint.directory)
     try:
         restore(setup, trainer, checkpoint)
         _warn_if_never_validated(setup, trainer, datasets)
@@ -193,7 +194,8 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
     """
     if _has_best_checkpoint(setup, trainer):
         best = setup.run_dir.checkpoints / BEST
-        manifest = read_manifest(load_model(trainer.state.bare_model, best, context=setup.context))
+        load_model(trainer.state.bare_model, best, context=setup.context, rebuild=partial(_rebuild_model, setup))
+        manifest = read_manifest(find(best))
         step = manifest.step
         evaluation = _evaluate_test(setup, trainer, loaders, epoch=manifest.epoch)
     else:
@@ -208,6 +210,14 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
     if results.get("test") is None or results.get("steps") != trainer.progress.step:
         trainer.logbook.log_evaluation(evaluation)
     return {"step": step, "metrics": evaluation.metrics, "texts": markdown_texts(evaluation.texts)}
+
+
+def _rebuild_model(setup: RankSetup) -> nn.Module:
+    """Return the model as it was before the first step, and leave the generators as they are."""
+    generators = generator_states(setup.context.devices)
+    model = assemble(setup.requested, setup.context, loads_initial_weights=True).model
+    restore_generator_states(generators, devices=setup.context.devices)
+    return model
 
 
 def _has_best_checkpoint(setup: RankSetup, trainer: Trainer) -> bool:

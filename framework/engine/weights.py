@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from copy import copy
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from framework.checkpoint import find, find_damage, find_weights, load
 from framework.checkpoint.lookup import describe_others
-from framework.checkpoint.reader import load_weights
+from framework.checkpoint.reader import load_weights, read_training
 from framework.checkpoint.weights_file import load_what_fits, read_weights
 from framework.config.schema import Config, InitConfig
 from framework.distributed.context import Context
 from framework.distributed.sharded import is_model_sharded
 from framework.errors import CheckpointError
 from framework.system.rank_log import logger, show
+from framework.training.content_hash import hash_of
+from framework.training.train_state import LEFT_OUT
 
 
-def load_model(model: nn.Module, path: Path, *, context: Context) -> Path:
+def load_model(
+    model: nn.Module, path: Path, *, context: Context, rebuild: Callable[[], nn.Module] | None = None
+) -> Path:
     """Load only the weights of a checkpoint into the bare model. Every rank must call it.
 
     Args:
         path: a run, or one of its checkpoints.
+        rebuild: as in `complete_weights`.
 
     Returns:
         The checkpoint's directory.
@@ -32,7 +40,8 @@ def load_model(model: nn.Module, path: Path, *, context: Context) -> Path:
     directory = find(path)
     if not is_model_sharded(model):
         checkpoint = load(directory, map_location=context.device, parts=["model"])
-        load_weights(model, checkpoint["model"], source=directory)
+        weights = complete_weights(model, checkpoint["model"], directory, rebuild=rebuild)
+        load_weights(model, weights, source=directory)
         return directory
 
     # Takes most of a second to import.
@@ -66,7 +75,8 @@ def load_initial_weights(model: nn.Module, config: Config, *, context: Context) 
         return None
     else:
         path = find(path)
-        state = load(path, map_location="cpu", parts=["model"])["model"]
+        saved = load(path, map_location="cpu", parts=["model"])["model"]
+        state = dict(complete_weights(model, saved, path))
 
     loaded = load_what_fits(model, state, config.init, source=path, context=context)
     text = loaded.describe(shown=None)
@@ -74,3 +84,74 @@ def load_initial_weights(model: nn.Module, config: Config, *, context: Context) 
         logger.info("%s", text)
         show(loaded.describe())
     return text
+
+
+# What checkpoints leave out: checkpoint.only_trained
+
+
+def is_partial(directory: Path) -> bool:
+    """Return True if the checkpoint holds only what was trained. Reads no tensors."""
+    return bool(read_training(directory).get(LEFT_OUT))
+
+
+def loads_before_adapters(config: Config, checkpoint: Path | None) -> bool:
+    """Return True if `init_from` is loaded when the model is built, before its adapters are added.
+
+    That is so for a new run with adapters, and whenever checkpoints leave out what isn't trained. Otherwise a new run
+    loads it into the wrapped model, of which each rank may have a part, and a resumed run doesn't need it.
+
+    checkpoint: the one that will be restored; None for a new run.
+    """
+    if config.init_from is None:
+        return False
+    if config.checkpoint.only_trained:
+        return True
+    if checkpoint is None:
+        return config.peft is not None
+    return is_partial(checkpoint)
+
+
+def complete_weights(
+    model: nn.Module, state: Mapping[str, Any], directory: Path, *, rebuild: Callable[[], nn.Module] | None = None
+) -> Mapping[str, Any]:
+    """Return the weights of a checkpoint, with those that it leaves out as `model` has them.
+
+    Args:
+        model: not sharded.
+        state: the checkpoint's weights.
+        directory: the checkpoint.
+        rebuild: builds the model again, for one that has been trained since; None: `model` is as it was built.
+
+    Raises:
+        CheckpointError: what the checkpoint leaves out differs from what the run began with.
+    """
+    if state.keys() >= model.state_dict().keys():
+        return state
+    left_out = read_training(directory).get(LEFT_OUT, {})
+    own = model.state_dict()
+    changed = _changed(left_out, own)
+    if changed and rebuild is not None:
+        own = rebuild().state_dict()
+        changed = _changed(left_out, own)
+    if changed:
+        raise CheckpointError(
+            f"The checkpoint {directory} holds only what was trained (checkpoint.only_trained), and {len(changed)} of "
+            f"the {len(left_out)} frozen tensors, such as {changed[0]}, aren't built here as the run began with them.\n"
+            "Use the run's configuration, with the same init_from and seed, and what these files held then. To start "
+            "another run from the trained model, write all of its weights: job=export checkpoint.path=…"
+        )
+    # A copy has the versions that a module's state has as an attribute.
+    whole: Any = copy(state)
+    for name in left_out:
+        whole[name] = own[name]
+    completed: Mapping[str, Any] = whole
+    return completed
+
+
+def _changed(hashes: Mapping[str, str], state: Mapping[str, Any]) -> list[str]:
+    """Return the names whose tensors have another hash, or are missing."""
+    changed = []
+    for name, value in hashes.items():
+        if name not in state or hash_of(state[name].detach()) != value:
+            changed.append(name)
+    return changed

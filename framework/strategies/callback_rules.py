@@ -1,4 +1,7 @@
-"""Which callbacks can go with which strategies. Needs no torch: what decides it is read from the classes' sources."""
+"""Which callbacks, adapters and checkpoints can go with which strategies.
+
+Needs no torch: what decides it is read from the classes' sources.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from framework.config import source
-from framework.config.schema import Node
+from framework.config.schema import Config, Node
 from framework.strategies.rules import StrategyRules
 
 
@@ -32,6 +35,18 @@ class Replicas(Protocol):
     def buffers_differ(self) -> bool: ...
     @property
     def replicas_differ(self) -> bool: ...
+
+
+def weight_mistakes(config: Config, strategy: Replicas, *, kind: str) -> Iterator[str]:
+    """Yield why adapters or small checkpoints can't go with the strategy. kind: the name of its class."""
+    name = f"strategy={kind.lower()}"
+    if config.peft is not None and strategy.num_stages is not None:
+        yield f"peft can't go with {name}, which cuts the model into stages. Use strategy=ddp or fsdp."
+    if config.checkpoint.only_trained and strategy.forward_communicates:
+        yield (
+            f"checkpoint.only_trained=true can't go with {name}: the files of its checkpoints have a part of every "
+            "weight. Use strategy=ddp, or checkpoint.only_trained=false."
+        )
 
 
 def callback_mistakes(nodes: Mapping[str, Node], rules: StrategyRules, *, target: str) -> Iterator[str]:

@@ -31,6 +31,17 @@ def weight_hashes(model: nn.Module) -> dict[str, int]:
     return dict(zip(sums, flat.tolist(), strict=True))
 
 
+def parameter_hashes(model: nn.Module) -> dict[str, str]:
+    """Return a hash of each parameter's content, by all its names; waits for the device once for each."""
+    hashes: dict[int, str] = {}
+    named = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in hashes:
+            hashes[id(parameter)] = hash_of(parameter.detach())
+        named[name] = hashes[id(parameter)]
+    return named
+
+
 def hash_of(value: Any) -> str:
     """Return a hash of a value's content. Containers are compared by their content, dicts and sets without order."""
     digest = hashlib.blake2b(type(value).__name__.encode(), digest_size=8)

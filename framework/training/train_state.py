@@ -6,7 +6,7 @@ Only this module knows that a model may be replicated, averaged by callbacks, sh
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -35,7 +35,7 @@ from framework.optim.several import Optimizers
 from framework.strategies.base import Strategy
 from framework.strategies.parameters import Trainable, described_change
 from framework.system.rank_log import logger
-from framework.training.content_hash import weight_hashes
+from framework.training.content_hash import hash_of, weight_hashes
 from framework.training.evaluation import Evaluation, Evaluator, isolated
 from framework.training.meter import Meter, ReportedPairs
 from framework.training.rank_states import (
@@ -51,6 +51,9 @@ from framework.training.slot_state import SLOTS, SlotState
 from framework.training.stop_control import StopControl
 from framework.training.task_state import with_model_state, without_model_state
 from framework.types import Callback, Logger, MicroBatch, Objective, Task, hooks
+
+LEFT_OUT = "left_out"
+"""The entry of `training` with the hashes of the parameters that a checkpoint leaves out, by name."""
 
 
 @final
@@ -129,6 +132,9 @@ class TrainState:
     recomputes: bool = False
     # Of `torch.compile`, for when the model is wrapped again; None: not compiled.
     compile_mode: str | None = None
+    # Of the parameters as the model was built: checkpoints leave out those that are frozen and haven't changed since.
+    # None: checkpoints hold all.
+    initial_hashes: Mapping[str, str] | None = None
     progress: Progress = field(default_factory=Progress)
     # Metrics and tables of the last validation, after step `val_step`.
     val_metrics: dict[str, float] = field(default_factory=dict)
@@ -303,12 +309,15 @@ class TrainState:
         }
         for task_state in hooks([self.task], "state_dict"):
             training["task"] = without_model_state(task_state(), self.task, self.bare_model)
+        left_out = self._left_out()
+        if left_out:
+            training[LEFT_OUT] = left_out
         if self.strategy.replicas_differ:
-            own = {"model": self.bare_model.state_dict()}
+            own = {"model": _without(self.bare_model.state_dict(), left_out)}
             for name in ("optimizer", "callbacks", "task"):
                 own[name] = training[name]
             training[REPLICAS] = gather_replicas(own, self.context)
-        weights = self._weights_to_save(training)
+        weights = self._weights_to_save(training, left_out)
 
         objects = self._named_observers()
         states = {f"callbacks.{name}": state for name, state in training["callbacks"].items()}
@@ -340,7 +349,21 @@ class TrainState:
         }
         return {**weights, "training": training, "generators": [rank.generators for rank in of_ranks]}
 
-    def _weights_to_save(self, training: dict[str, Any]) -> dict[str, Any]:
+    def _left_out(self) -> dict[str, str]:
+        """Return the hashes of the parameters that a checkpoint leaves out: frozen, and as the model was built.
+
+        A frozen parameter that something else has changed, such as a momentum encoder's, is saved.
+        """
+        if self.initial_hashes is None:
+            return {}
+        left_out = {}
+        for name, parameter in self.bare_model.named_parameters(remove_duplicate=False):
+            initial = self.initial_hashes.get(name)
+            if not parameter.requires_grad and hash_of(parameter.detach()) == initial:
+                left_out[name] = initial
+        return left_out
+
+    def _weights_to_save(self, training: dict[str, Any], left_out: Collection[str]) -> dict[str, Any]:
         """Return the entry `model`, or `shards` of a model that is spread over ranks.
 
         Adds to `training` what belongs to it: the optimizer's part in shards, or the weights to train on.
@@ -352,11 +375,11 @@ class TrainState:
             training |= entries
             return {"shards": shards}
         if not self._weight_swaps():
-            return {"model": self.bare_model.state_dict()}
-        training["model"] = self.bare_model.state_dict()
+            return {"model": _without(self.bare_model.state_dict(), left_out)}
+        training["model"] = _without(self.bare_model.state_dict(), left_out)
         with self.evaluation_weights():
             # Copied, keeping tied weights tied: these tensors hold the average only while it is swapped in.
-            return {"model": copy.deepcopy(self.bare_model.state_dict())}
+            return {"model": copy.deepcopy(_without(self.bare_model.state_dict(), left_out))}
 
     def _rank_state(self, objects: Mapping[str, Any], states: Mapping[str, Any]) -> RankState:
         """Return this rank's part of a checkpoint. objects, states: of task and callbacks, by name."""
@@ -454,3 +477,14 @@ class TrainState:
         for key, callback in self.callbacks.items():
             named += [(key, hook) for hook in hooks([callback], name)]
         return named
+
+
+def _without(state: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the state dict of a module without some of its entries."""
+    if not names:
+        return state
+    # A copy has the versions that a module's state has as an attribute.
+    kept = copy.copy(state)
+    for name in names:
+        kept.pop(name, None)
+    return kept

@@ -69,6 +69,10 @@ class Export(Job):
 def output_path(config: Config) -> Path:
     """Return the absolute path of what to write. Raises ConfigError for a mistake that can be found now."""
     format_ = config.export.format
+    if config.export.merge and config.peft is None:
+        raise ConfigError(
+            "export.merge=true merges the adapters of peft into the weights, and the model has none. Leave it out."
+        )
     suffix, packages = _FORMATS[format_]
     versions = installed_versions(packages)
     missing = [name for name, version in versions.items() if version == "not installed"]

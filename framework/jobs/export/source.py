@@ -15,6 +15,7 @@ from framework.config.targets import check_targets
 from framework.config.topology import Topology
 from framework.distributed.context import Context
 from framework.engine.assemble import assemble
+from framework.engine.builders.adapters import merge_adapters
 from framework.optim.precision import PrecisionPlugin
 from framework.system.versions import installed_versions
 from framework.types import Task
@@ -52,6 +53,8 @@ def load_source(config: Config, *, span: int) -> Source:
     config = replace(config, trainer=replace(config.trainer, channels_last=False))
     assembled = assemble(config, context, weights=directory)
     model = assembled.model
+    if config.export.merge:
+        model = merge_adapters(model)
     model.eval()
     metadata = {
         "recipe": config.recipe,

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.engine.builders.adapters import is_adapted
 from framework.errors import ConfigError
 from framework.jobs.export.source import Source
 
 
 def write_weights(source: Source, path: Path) -> list[tuple[str, str]]:
     """Write the file or folder; return what to print about it, names and texts."""
-    state = source.model.state_dict()
+    state = _state(source)
     if source.config.export.format == "safetensors":
         _save_safetensors(state, source, path)
     elif source.config.export.format == "pretrained":
@@ -26,6 +27,16 @@ def write_weights(source: Source, path: Path) -> list[tuple[str, str]]:
     kinds = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     numbers = sum(tensor.numel() for tensor in tensors)
     return [("tensors", f"{len(tensors)}, of {numbers:,} numbers ({', '.join(kinds)})")]
+
+
+def _state(source: Source) -> Mapping[str, Any]:
+    """Return the tensors that are written: of adapters that aren't merged, `pretrained` writes nothing else."""
+    if source.config.export.format == "pretrained" and is_adapted(source.model):
+        from peft import get_peft_model_state_dict
+
+        state: Mapping[str, Any] = get_peft_model_state_dict(source.model)
+        return state
+    return source.model.state_dict()
 
 
 def _save_safetensors(state: Mapping[str, Any], source: Source, path: Path) -> None:

@@ -226,7 +226,12 @@ def _sizes(
     checkpoint = None
     if state_bytes is not None and config.checkpoint.enabled:
         checkpoint = checkpoint_bytes(
-            model, state_bytes, world_size=context.world_size, averages=averages, strategy=strategy
+            model,
+            state_bytes,
+            world_size=context.world_size,
+            averages=averages,
+            strategy=strategy,
+            only_trained=config.checkpoint.only_trained,
         )
     return {
         "model": {

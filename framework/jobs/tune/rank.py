@@ -22,7 +22,7 @@ from framework.engine.builders.observers import build_callbacks
 from framework.engine.data_checks import streams_of
 from framework.engine.loaders import make_train_loader, prepare_data
 from framework.engine.setup import RankSetup, setup_rank
-from framework.engine.weights import load_initial_weights
+from framework.engine.weights import load_initial_weights, loads_before_adapters
 from framework.errors import ConfigError, DataError, RunError, describe_error
 from framework.jobs.tune.batch_size import find_batch_size
 from framework.jobs.tune.findings import PLOT, RESULT
@@ -155,7 +155,7 @@ def _train_together(setup: RankSetup, loader: MapLoader, batch: Mapping[str, Any
     samples = loader.global_batch_size
     try:
         trainer = build_trainer(setup, loader, {})
-        if config.init_from is not None:
+        if config.init_from is not None and not loads_before_adapters(config, None):
             load_initial_weights(trainer.state.bare_model, config, context=setup.context)
         if not settings.find_lr:
             for step, _ in enumerate(train_steps(trainer, loader, settings.steps_per_trial), start=1):
