@@ -60,7 +60,7 @@ def plain_lora() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         model = toy_model()
         model.load_state_dict(base_weights())
-        adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=16, target_modules=["net1", "net2"]))  # type: ignore[arg-type]
+        adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=16, target_modules=["net1", "net2"]))
         trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
         optimizer = SGD(trained, lr=0.01)
         for inputs, targets in toy_batches(epochs=1, batches=STEPS):
