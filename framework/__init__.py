@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from framework.api.train import train
     from framework.command.job import Job
     from framework.data import samplers, transforms
+    from framework.data.mix import Mix
     from framework.data.tensor_samples import TensorSamples
     from framework.strategies.base import Strategy, StrategyCosts
 
@@ -61,6 +62,7 @@ __all__ = [
     "Logger",
     "MapDataset",
     "Media",
+    "Mix",
     "Objective",
     "RequestError",
     "Run",
@@ -86,6 +88,7 @@ __all__ = [
 
 _IMPORTED_LATE = {
     "Job": "framework.command.job",
+    "Mix": "framework.data.mix",
     "Run": "framework.api.run",
     "RunFailedError": "framework.api.call",
     "Strategy": "framework.strategies.base",

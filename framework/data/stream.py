@@ -21,15 +21,9 @@ from torch.utils.data import IterableDataset
 from framework.data.batching import BatchPlan, count_windows
 from framework.data.identity import DataIdentity, check_size
 from framework.data.prefetch import SideStream, pins_memory, prefetch
-from framework.data.stream_reader import (
-    Digest,
-    StreamPlan,
-    StreamPosition,
-    StreamReader,
-    WindowSamples,
-    has_state,
-    no_samples,
-)
+from framework.data.shard_reader import is_same_sample
+from framework.data.stream_plan import Digest, ShardPosition, StreamPlan, Turns, resumed_turns
+from framework.data.stream_reader import ReaderStart, StreamReader, WindowSamples, no_samples, shard_of
 from framework.data.workers import ItemLoader
 from framework.distributed.collectives import SideChannel, Table
 from framework.errors import CheckpointError, DataError
@@ -49,11 +43,18 @@ class _RankSummary(NamedTuple):
     float_sum: float
 
 
-class _AgreedWindow(NamedTuple):
-    """A window once all ranks know of it; the same on every rank but for `samples`."""
+class _ReadWindow(NamedTuple):
+    """What this rank has read for a window, and which of its readers did."""
 
-    # What this rank has read; None: its stream has ended.
-    samples: WindowSamples | None
+    reader: int
+    samples: WindowSamples
+
+
+class _AgreedWindow(NamedTuple):
+    """A window once all ranks know of it; the same on every rank but for `read`."""
+
+    # None: all shards of this rank have ended.
+    read: _ReadWindow | None
     # Samples of each source.
     counts: Mapping[int, int]
     # There is no such window.
@@ -87,11 +88,9 @@ class StreamLoader:
         stops_first: bool = False,
         check_state: Callable[[Any], object] | None = None,
     ) -> None:
-        if plan.is_sharded:
-            dataset = _shard(dataset, plan)
+        self._splits_itself = _splits_itself(dataset, plan)
         reader = StreamReader(dataset, plan)
-        self._reader = ItemLoader(reader, name=f"{plan.split} stream", num_workers=int(plan.in_worker))
-        self._loads_state = has_state(dataset)
+        self._reader = ItemLoader(reader, name=f"{plan.split} stream", num_workers=plan.num_workers)
         self._plan = plan
         self._exchange = exchange
         self._stops_first = stops_first
@@ -105,9 +104,11 @@ class StreamLoader:
         self._batch: Batch | None = None
         self._batch_size = 0
         # After the window that was yielded last.
-        self._position = StreamPosition(0)
+        self._turns = Turns.at_start(plan)
+        # The samples of the epoch over all ranks, if each of its windows had been complete.
+        self._nominal_samples = 0
         # Where the next epoch continues, after a resume in the middle of one.
-        self._resumed: StreamPosition | None = None
+        self._resumed: Turns | None = None
 
         self.collates = plan.collate_fn is not None
         """True if a collate function of the user's makes the batches: it may drop samples."""
@@ -144,83 +145,103 @@ class StreamLoader:
         return islice(self._windows(epoch, start), limit)
 
     def _windows(self, epoch: int, start: int) -> Iterator[Window]:
-        position = StreamPosition(epoch, start)
-        if start and self._resumed is not None:
-            position = self._resumed._replace(epoch=epoch)
-            self._resumed = None
-        self._position = position
+        self._start(start)
+        windows_left = math.inf
+        if self._plan.limit is not None:
+            windows_left = count_windows(
+                self._plan.limit - self._nominal_samples, global_batch_size=self.global_batch_size
+            )
 
         # A window is yielded once the ranks have agreed on the next one, and while the one after that is exchanged.
-        read = self._reader.items(chain([position], repeat(None)))
+        read = self._read(epoch)
         first = self._begin(read)
         begun = self._begin(read)
         window = self._agree(*first, epoch=epoch)
-        self._check_first(window, position, start=start)
+        self._check_first(window, epoch=epoch, start=start, is_limited=windows_left <= 0)
         while not window.is_over:
             begun_after = self._begin(read)
             next_window = self._agree(*begun, epoch=epoch)
             begun = begun_after
-            if window.samples is not None:
-                self._position = window.samples.end
-            self._position = self._position._replace(has_ended=next_window.samples is None)
+            windows_left -= 1
+            if windows_left <= 0:
+                next_window = next_window._replace(is_over=True)
+            if window.read is not None:
+                samples = window.read.samples
+                self._turns.advance(window.read.reader, samples.shard, samples.end)
+            self._nominal_samples += self.global_batch_size
             yield self._window(window, epoch_end=next_window.is_over)
             window = next_window
 
-    def _check_first(self, first: _AgreedWindow, position: StreamPosition, *, start: int) -> None:
+    def _start(self, start: int) -> None:
+        """Go to where an epoch starts: after `start` samples over all ranks."""
+        if start and self._resumed is not None:
+            self._turns = self._resumed
+            self._resumed = None
+            return
+        self._turns = Turns.at_start(self._plan)
+        self._nominal_samples = start
+        if start:
+            # The samples before are skipped; every rank has read all of them.
+            self._turns = Turns.dealt(None, [ShardPosition(0, start)], self._plan)
+
+    def _read(self, epoch: int) -> Iterator[_ReadWindow]:
+        """Yield what the readers read, in turn. A reader whose shards have all ended is passed over."""
+        num_readers = len(self._turns.queues)
+        starts = [ReaderStart(epoch, self._turns.num_shards, tuple(queue)) for queue in self._turns.queues]
+        # The DataLoader gives item n to worker n modulo their number.
+        ended: set[int] = set()
+        for number, samples in enumerate(self._reader.items(chain(starts, repeat(None)))):
+            reader = number % num_readers
+            if samples is not None:
+                yield _ReadWindow(reader, samples)
+                continue
+            ended.add(reader)
+            if len(ended) == num_readers:
+                return
+
+    def _check_first(self, first: _AgreedWindow, *, epoch: int, start: int, is_limited: bool) -> None:
         """Raise DataError if there is no first window after `start`; and what `check_state` raises."""
-        is_missing = first.samples is None and not position.has_ended
-        if start and (first.is_over or is_missing):
+        if start and (first.is_over or is_limited):
             raise DataError(
-                f"Training can't continue at sample {start} of the {self._plan.split} stream: in epoch "
-                f"{position.epoch} a process finds no more.\nIt must give the same samples as when the checkpoint was "
-                "made, and trainer.limit_train_batches must not be smaller."
+                f"Training can't continue at sample {start} of the {self._plan.split} stream: in epoch {epoch} a "
+                "process finds no more.\nIt must give the same samples as when the checkpoint was made, and "
+                "trainer.limit_train_batches must not be smaller."
             )
         if first.is_over:
-            raise no_samples(self._plan.split, epoch=position.epoch)
+            raise no_samples(self._plan.split, epoch=epoch)
         # Now, and not hours later, when the state is to be saved.
-        if first.samples is not None and self._check_state is not None:
-            self._check_state(first.samples.end.state)
+        if first.read is not None and first.read.samples.end is not None and self._check_state is not None:
+            self._check_state(first.read.samples.end.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this rank after the window that was yielded last; see `load_state_dict`."""
-        plan = self._plan
-        position = self._position
-        state = None
+        """Return where this rank is after the window that was yielded last; see `load_state_dict`."""
+        state = {"is_sharded": self._plan.is_sharded, "nominal_samples": self._nominal_samples}
         # Of ranks that read the same, the first keeps the state.
-        if not position.has_ended and (plan.is_sharded or plan.rank == 0):
-            state = position.state
-        return {
-            "shards": self._shards,
-            "stops_first": self._stops_first,
-            "shard": plan.source,
-            "samples": position.samples,
-            "has_ended": position.has_ended,
-            "state": state,
-        }
+        if self._plan.is_sharded or self._plan.rank == 0:
+            state.update(self._turns.state_dict())
+        return state
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, samples: int) -> None:
         """Continue from the `states` of all ranks, after `samples` of the epoch. Every rank must call it.
 
-        If all ranks read the same, their number may differ. Raises CheckpointError if the shards or the rule of the
-        epoch's end were others.
+        The number of ranks and of their readers may be another one. Raises CheckpointError if the dataset splits itself
+        by rank, and they differ.
         """
         self._resumed = None
         if samples == 0 or not states:
             return
-        rules = {(state["shards"], state["stops_first"]) for state in states}
-        if rules != {(self._shards, self._stops_first)}:
+        resumed = resumed_turns(states, self._plan)
+        if self._splits_itself and resumed.num_shards != self._plan.num_shards:
             raise CheckpointError(
-                "The checkpoint is in the middle of an epoch of a stream that was read with another data.stream, or by "
-                "another number of processes that each read a shard.\n"
-                "Resume with the same number of processes and data.stream, or from a checkpoint of an epoch's end."
+                f"The checkpoint is in the middle of an epoch of a stream that was read in {resumed.num_shards or 1} "
+                f"shards, and {self._plan.num_shards or 1} are read now. shard(num_shards, index) of the "
+                f"{self._plan.split} stream returns the stream itself, which looks at its rank, so they can't be "
+                "assigned to other processes.\n"
+                "Resume with the same number of processes, data.num_workers and data.stream, or from a checkpoint of "
+                "an epoch's end."
             )
-        own = next(state for state in states if state["shard"] == self._plan.source)
-        resumed = StreamPosition(epoch=0, samples=samples, has_ended=bool(own["has_ended"]))
-        if self._plan.is_sharded:
-            resumed = resumed._replace(samples=own["samples"])
-        if self._loads_state:
-            resumed = resumed._replace(state=own["state"])
         self._resumed = resumed
+        self._nominal_samples = states[0].get("nominal_samples", samples)
 
     @property
     def identity(self) -> DataIdentity:
@@ -236,27 +257,20 @@ class StreamLoader:
         """End the worker that reads ahead; may be called again."""
         self._reader.close()
 
-    @property
-    def _shards(self) -> int | None:
-        """How many shards the stream is read in; None if every rank reads all of it."""
-        if not self._plan.is_sharded:
-            return None
-        return self._plan.batches.world_size
-
-    def _begin(self, read: Iterator[WindowSamples]) -> tuple[WindowSamples | None, Callable[[], Table]]:
+    def _begin(self, read: Iterator[_ReadWindow]) -> tuple[_ReadWindow | None, Callable[[], Table]]:
         """Read what this rank has for a window, and start to send a summary of it to the others."""
         size = 0
         digest = Digest(0.0, 0.0)
-        samples = next(read, None)
-        if samples is not None:
-            self._batch = samples.micro_batches[0].batch
-            self._batch_size = len(samples.positions[0])
-            size = samples.size
-            digest = samples.digest
+        window = next(read, None)
+        if window is not None:
+            self._batch = window.samples.micro_batches[0].batch
+            self._batch_size = len(window.samples.positions[0])
+            size = window.samples.size
+            digest = window.samples.digest
         summary = _RankSummary(self._plan.source, size, self._batch is not None, digest.checksum, digest.float_sum)
-        return samples, self._exchange.gather(summary)
+        return window, self._exchange.gather(summary)
 
-    def _agree(self, samples: WindowSamples | None, summaries: Callable[[], Table], *, epoch: int) -> _AgreedWindow:
+    def _agree(self, read: _ReadWindow | None, summaries: Callable[[], Table], *, epoch: int) -> _AgreedWindow:
         """Wait for what all ranks have for a window."""
         if self._waiting is not None:
             self._waiting.begin_waiting()
@@ -273,15 +287,15 @@ class StreamLoader:
                 self._batch_size = batch_size
         if self._waiting is not None:
             self._waiting.end_waiting()
-        return _AgreedWindow(samples, counts, is_over)
+        return _AgreedWindow(read, counts, is_over)
 
     def _counts(self, rows: Sequence[_RankSummary], *, epoch: int) -> dict[int, int]:
         """Return the samples of each source. Raises DataError, on every rank, if ranks of one source read others."""
         first: dict[float, tuple[int, _RankSummary]] = {}
         for rank, row in enumerate(rows):
             other_rank, other = first.setdefault(row.source, (rank, row))
-            is_near = math.isclose(row.float_sum, other.float_sum, rel_tol=1e-4)
-            if row.size != other.size or row.checksum != other.checksum or not is_near:
+            digest = Digest(row.checksum, row.float_sum)
+            if row.size != other.size or not is_same_sample(digest, Digest(other.checksum, other.float_sum)):
                 raise DataError(
                     f"Ranks {other_rank} and {rank} don't read the same {self._plan.split} stream: in epoch {epoch} "
                     f"they have {other.size:.0f} and {row.size:.0f} samples of a global batch, which differ.\n"
@@ -293,9 +307,9 @@ class StreamLoader:
     def _window(self, agreed: _AgreedWindow, *, epoch_end: bool) -> Window:
         micro_batches: list[MicroBatch] = []
         positions: list[range] = []
-        if agreed.samples is not None:
-            micro_batches += agreed.samples.micro_batches
-            positions += agreed.samples.positions
+        if agreed.read is not None:
+            micro_batches += agreed.read.samples.micro_batches
+            positions += agreed.read.samples.positions
 
         # Stand-ins, so that this rank joins the others in every forward and backward.
         numbers = [len(self._plan.micro_batches(count, source=source)) for source, count in agreed.counts.items()]
@@ -322,13 +336,14 @@ class StreamLoader:
         )
 
 
-def _shard(dataset: IterableDataset[Any], plan: StreamPlan) -> IterableDataset[Any]:
-    """Return this rank's shard of the stream, by the dataset's `shard`. Raises DataError if it has none."""
-    take = getattr(dataset, "shard", None)
-    if not callable(take):
-        raise DataError(
-            f"The {plan.split} stream, a {type(dataset).__name__}, has no shard(num_shards, index), by which "
-            "data.stream=join and stop let each process read a shard of its own.\n"
-            "Write that method, or use data.stream=shared: all processes read the same stream."
-        )
-    return take(num_shards=plan.batches.world_size, index=plan.rank)  # type: ignore[no-any-return]
+def _splits_itself(dataset: IterableDataset[Any], plan: StreamPlan) -> bool:
+    """Return True if `shard` of the dataset returns the dataset, which then splits itself by its rank.
+
+    Raises DataError if it can't be split into as many shards as this run needs.
+    """
+    if plan.num_shards is None:
+        return False
+    shards = []
+    for index in range(plan.rank % plan.num_sources, plan.num_shards, plan.num_sources):
+        shards.append(shard_of(dataset, plan, num_shards=plan.num_shards, index=index))
+    return plan.is_sharded and any(shard is dataset for shard in shards)

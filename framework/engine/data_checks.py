@@ -54,11 +54,6 @@ def _mistakes_of_a_train_stream(config: Config, strategy: Strategy) -> Iterator[
         )
     if data.loader == "resident":
         yield "data.loader=resident can't go with a stream to train on, of unknown length. Use auto."
-    if data.num_workers is not None and data.num_workers > 1:
-        yield (
-            f"data.num_workers={data.num_workers} can't go with a stream to train on: several processes would read the "
-            "same samples. Use data.num_workers=1, which has one read ahead, 0, or auto."
-        )
 
     # The rest is about a stream of which each process reads its own part.
     if data.stream == "shared":

@@ -14,7 +14,7 @@ from framework.config.schema import Config
 from framework.data.batching import BatchPlan, plan_batches
 from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, dataset_size, worker_count
 from framework.data.stream import StreamLoader
-from framework.data.stream_reader import StreamPlan
+from framework.data.stream_plan import StreamPlan
 from framework.engine.builders.data import build_data
 from framework.engine.data_checks import check_streams
 from framework.engine.limits import first_samples, train_size
@@ -140,6 +140,8 @@ def make_eval_loaders(
             stream_plan = _stream_plan(
                 setup, name, batches=plan, rank=share.rank, limit=num_samples, collate_fn=collate_fn
             )
+            # In the order of the stream.
+            stream_plan = replace(stream_plan, num_workers=min(1, stream_plan.num_workers))
             if stream_plan.is_sharded:
                 turns = None
             loader = StreamLoader(dataset, plan=stream_plan, device=context.device, exchange=setup.exchange)
@@ -190,7 +192,8 @@ def _stream_plan(
     data = setup.config.data
     num_workers = data.num_workers
     if num_workers is None:
-        num_workers = worker_count(procs=procs_on_cores(setup.config, setup.context))
+        # One process reads ahead if there is a core for it. More would read other shards, which changes the numbers.
+        num_workers = min(1, worker_count(procs=procs_on_cores(setup.config, setup.context)))
     return StreamPlan(
         name,
         batches=batches,
@@ -198,7 +201,6 @@ def _stream_plan(
         is_sharded=data.stream != "shared",
         seed=setup.config.seed,
         limit=limit,
-        # Read by a worker process if there is a core for it, or if it was requested.
-        in_worker=num_workers > 0,
+        num_workers=num_workers,
         collate_fn=collate_fn,
     )

@@ -98,4 +98,5 @@ def test_an_error_in_one_stream_names_its_process(train: Train) -> None:
     run = train(*COMMON, *TWO, "+data.datasets.fails=true", status=1)
     report = json.loads((run / "failure.json").read_text())
     assert report["first"]["rank"] == 1
-    assert "Sample 9 of the train stream, in epoch 0, raised OSError: the connection is gone" in json.dumps(report)
+    sample = "Sample 9 of shard 1 of 2 of the train stream, in epoch 0,"
+    assert f"{sample} raised OSError: the connection is gone" in json.dumps(report)

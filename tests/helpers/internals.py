@@ -106,7 +106,8 @@ if TYPE_CHECKING:
     from framework.data.order import GlobalOrder, WindowIndices, epoch_indices, windows
     from framework.data.prefetch import pinned, prefetch, to_device
     from framework.data.stream import StreamLoader
-    from framework.data.stream_reader import StreamPlan, first_batch
+    from framework.data.stream_plan import StreamPlan
+    from framework.data.stream_reader import first_batch
     from framework.data.workers import _FromWorker, _InWorker
     from framework.distributed.butterfly import butterfly_all_reduce_mean, rounds
     from framework.distributed.collectives import (

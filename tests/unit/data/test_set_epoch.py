@@ -226,9 +226,9 @@ class Stream(Noting, IterableDataset[Any]):
             yield torch.tensor([self.epoch, self.transform.epoch])
 
 
-@pytest.mark.parametrize("in_worker", [False, True])
-def test_parts_of_a_stream_get_the_epoch(in_worker: bool) -> None:
-    loading = make_loader(Stream(), collate_fn=Stack(), in_worker=in_worker)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_parts_of_a_stream_get_the_epoch(num_workers: int) -> None:
+    loading = make_loader(Stream(), collate_fn=Stack(), num_workers=num_workers)
     try:
         for epoch in (0, 1, 5):
             samples = torch.cat([micro.batch for micro in micro_batches(loading, epoch)])

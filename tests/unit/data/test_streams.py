@@ -261,9 +261,10 @@ def test_a_shared_stream_resumes_on_other_ranks(rank_pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("now", "words"),
     [
-        ({"stops_first": True}, "CheckpointError: (?s:.*)read with another data.stream"),
-        ({"is_sharded": False}, "CheckpointError: (?s:.*)read with another data.stream"),
-        ({"lengths": (4, 4)}, "DataError: (?s:.*)at sample 8 of the train stream: in epoch 0 a process finds no more"),
+        (
+            {"lengths": (4, 4)},
+            "DataError: (?s:.*)at sample 4 of shard . of 2 of the train stream, in epoch 0: a process finds no more",
+        ),
         ({"limit": 8}, "DataError: (?s:.*)a process finds no more(?s:.*)trainer.limit_train_batches must not be small"),
         ({"limit": 12}, None),
     ],
@@ -331,7 +332,8 @@ def test_ranks_with_different_shared_streams_are_named(rank_pool: RankPool) -> N
 
 def state_at(position: int) -> dict[str, Any]:
     state = make_loader(Stateful([9])).state_dict()
-    return {**state, "samples": position, "state": {"position": position}}
+    shard = {"shard": 0, "samples": position, "state": {"position": position}, "next_digest": None}
+    return {**state, "queues": [[shard]]}
 
 
 def read_alone(dataset: Any, epoch: int = 0, start: int = 0, **how: Any) -> list[Any]:
@@ -347,10 +349,10 @@ def read_alone(dataset: Any, epoch: int = 0, start: int = 0, **how: Any) -> list
         loader.close()
 
 
-@pytest.mark.parametrize("in_worker", [False, True])
-def test_stream_draws_depend_on_seed_epoch_and_place(in_worker: bool) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_stream_draws_depend_on_seed_epoch_and_place(num_workers: int) -> None:
     def drawn(epoch: int = 2, start: int = 0, **how: Any) -> list[tuple[float, ...]]:
-        batches = read_alone(Drawing(), epoch, start, in_worker=in_worker, **how)
+        batches = read_alone(Drawing(), epoch, start, num_workers=num_workers, **how)
         rows: list[tuple[float, ...]] = []
         for (batch,) in batches:
             columns = [column.tolist() for column in batch]
@@ -381,12 +383,10 @@ def test_a_stateful_stream_is_not_reread(make: Any) -> None:
     assert dataset.read == (11 if make is Parts else 7)
 
 
-@pytest.mark.parametrize(
-    ("make", "in_worker"), [(KeepsItsPosition, False), (KeepsItsPosition, True), (Stateful, False)]
-)
-def test_an_epoch_after_a_cut_one_restarts(make: Any, in_worker: bool) -> None:
+@pytest.mark.parametrize(("make", "num_workers"), [(KeepsItsPosition, 0), (KeepsItsPosition, 1), (Stateful, 0)])
+def test_an_epoch_after_a_cut_one_restarts(make: Any, num_workers: int) -> None:
     """The epoch was cut by a limit, or left early; it may have been resumed."""
-    loader = make_loader(make([7]), limit=5, in_worker=in_worker)
+    loader = make_loader(make([7]), limit=5, num_workers=num_workers)
     loader.load_state_dict([state_at(2)], samples=2)
     for epoch, start in ((0, 2), (1, 0), (2, 0), (3, 0)):
         windows = loader.epoch(epoch, start)
@@ -415,16 +415,16 @@ def test_an_early_error_is_no_end_of_stream() -> None:
         read_alone(Failing([5]))
 
 
-@pytest.mark.parametrize("in_worker", [False, True])
-def test_a_stream_that_cannot_be_read_is_refused(in_worker: bool) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_cannot_be_read_is_refused(num_workers: int) -> None:
     with pytest.raises(
         RunError, match=r"^Sample 5 of the train stream, in epoch 0, raised OSError(.|\n)*, in __iter__: "
     ):
-        read_alone(Parts([9], fails_at=5), in_worker=in_worker)
-    with pytest.raises(DataError, match="at sample 300 of the train stream: in epoch 2 a process finds no more"):
-        read_alone(Parts([270]), 2, 300, in_worker=in_worker)
+        read_alone(Parts([9], fails_at=5), num_workers=num_workers)
+    with pytest.raises(DataError, match="at sample 300 of the train stream, in epoch 2: a process finds no more"):
+        read_alone(Parts([270]), 2, 300, num_workers=num_workers)
     with pytest.raises(DataError, match="The train stream gives no sample in epoch 0"):
-        read_alone(Parts([]), in_worker=in_worker)
+        read_alone(Parts([]), num_workers=num_workers)
 
 
 class Ragged(IterableDataset[Any]):
@@ -496,7 +496,6 @@ class WithStream:
     [
         WithStream(changes={"shuffle": True}, says="data.shuffle=true can't go with a stream to train on"),
         WithStream(changes={"loader": "resident"}, says="data.loader=resident can't go with a stream"),
-        WithStream(changes={"num_workers": 2}, says="data.num_workers=2 can't go with a stream"),
         WithStream(changes={"limit_train_batches": 0.5}, says="trainer.limit_train_batches=0.5 is a share of a stream"),
         WithStream(
             changes={"limit_val_batches": 0.5},
