@@ -15,7 +15,10 @@ from framework import media
 from framework.media import Media
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Generator, Tensor, nn
+    from torch.amp import GradScaler
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -184,14 +187,16 @@ class LRSchedulerConfig(NamedTuple):
     """A scheduler with its own interval, which `scheduler.schedule` may return. The names are Lightning's."""
 
     scheduler: LRScheduler
-    # When to step; ReduceLROnPlateau steps after validations.
-    interval: Literal["step", "epoch"] = "epoch"
+    # When to step; ReduceLROnPlateau steps after validations. never: the task steps it.
+    interval: Literal["step", "epoch", "never"] = "epoch"
     # Step at every n-th of these.
     frequency: int = 1
     # The metric of ReduceLROnPlateau.
     monitor: str | None = None
     # Raise if a validation doesn't compute that metric.
     strict: bool = True
+    # How to step it, if not by its own method: called with it and the value of the metric, or None.
+    step: Callable[[Any, Any], None] | None = None
 
 
 class MicroBatch(NamedTuple):
@@ -430,6 +435,19 @@ class TaskHooks(Protocol):
         """Return a context that restores the task's state, for a batch whose results are dropped."""
         return nullcontext()
 
+    def observe_run(self, loggers: Mapping[str, Logger], callbacks: Mapping[str, Callback], folder: Path) -> None:
+        """Called before `on_fit_start`, once all is built. loggers: by name, empty except on rank 0. folder: the run's.
+
+        The state of a resumed run isn't loaded yet.
+        """
+
+    def run_step(self, window: Window, tools: StepTools) -> Tensor:
+        """Make a whole training step in place of the trainer; return the detached loss of the last micro-batch.
+
+        Looked up before the first step, on the object. Strategies that make the passes themselves are refused.
+        """
+        raise NotImplementedError
+
 
 class Callback:
     """Observes training on every rank. Override the hooks you need: one that isn't overridden costs nothing.
@@ -553,6 +571,79 @@ def described_hook(hook: Callable[..., Any]) -> str:
 
 
 # What the engine passes to lower layers
+
+
+class StepTools(Protocol):
+    """The parts of the trainer's own step, for a task that runs its steps itself: see `TaskHooks.run_step`.
+
+    Such a task takes the micro-batches of a window one after another. Around each is `isolated`, and in it, around
+    forward and backward, `passes`, unless the task averages gradients itself.
+    """
+
+    # As wrapped by the strategy.
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def formats(self) -> NumberFormats: ...
+
+    @property
+    def scaler(self) -> GradScaler: ...
+
+    # A log follows this step.
+    @property
+    def logs(self) -> bool: ...
+
+    def mark(self, phase: int) -> None:
+        """Note the phase of this rank, a `RankPhase`, for the monitor."""
+
+    def isolated(self, micro: MicroBatch) -> AbstractContextManager[Any]:
+        """Return the context in which a stand-in changes nothing but gradients; for other micro-batches it is empty."""
+        ...
+
+    def passes(self, *, synchronise: bool) -> AbstractContextManager[Any]:
+        """Return what surrounds forward and backward; gradients are averaged over ranks if `synchronise`."""
+        ...
+
+    def forward(self, micro: MicroBatch, *, window: Window, index: int) -> StepOutput:
+        """Return what the task's `training_step` computes from a micro-batch. index: in its window, from 0."""
+        ...
+
+    def weighted(self, output: StepOutput, micro: MicroBatch, *, window: Window) -> Tensor:
+        """Return the loss, multiplied by what makes a mean over ranks that of the global batch."""
+        ...
+
+    def share(self, micro: MicroBatch, *, window: Window) -> float:
+        """Return that factor, for a loss that is the mean over the samples of the micro-batch."""
+        ...
+
+    def begin_sum(self) -> None:
+        """Begin to sum over ranks what losses are weighted by. To be called before the last backward."""
+
+    def divide(self, window: Window) -> None:
+        """Turn averaged gradients into those of the weighted mean."""
+
+    def note(self, output: StepOutput, micro: MicroBatch) -> None:
+        """Have the loss of a micro-batch logged."""
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Call the hooks of that name, of the task, too."""
+
+    def note_rates(self) -> None:
+        """Have the learning rates of this step logged. To be called before a schedule moves on."""
+
+    def note_norm(self, name: str, norm: Tensor) -> None:
+        """Have the norm of gradients logged."""
+
+    def clip(self, parameters: Sequence[Tensor], value: float | None, algorithm: str) -> Tensor | None:
+        """Clip gradients by `norm` or `value`; with None only compute their norm. Return the norm before, if known."""
+        ...
+
+    def step_schedule(self) -> None:
+        """Step the schedule, if it steps after optimizer steps."""
+
+    def finish(self, window: Window) -> None:
+        """End the step: to be called once, after the last optimizer step."""
 
 
 class NumberFormats(Protocol):

@@ -99,6 +99,8 @@ def build_trainer(
         compile_mode=settings.compile,
         initial_hashes=initial_hashes,
     )
+    for observe_run in hooks([assembled.task], "observe_run"):
+        observe_run(state.loggers, state.callbacks, setup.run_dir.path)
     # From here on, ranks with different samples draw different numbers.
     seed_everything(config.seed, rank=setup.seed_rank)
     groups = (*setup.strategy.groups, *setup.exchange.groups)

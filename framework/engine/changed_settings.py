@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from framework.config.optimizers import OptimizerConfig, optimizer_configs
 from framework.config.schema import Config
 from framework.errors import ConfigError
-from framework.optim.schedule import Schedule
+from framework.optim.schedule import Schedules
 from framework.optim.schedule_replay import Change
 from framework.system.rank_log import logger
 from framework.training.train_state import TrainState
@@ -67,7 +67,9 @@ def change_optimizers(config: Config, saved: dict[str, Any], state: TrainState) 
     texts = []
     configs_now = optimizer_configs(config.optimizer)
     configs_before = optimizer_configs(saved["optimizer"])
-    for now, before, optimizer in zip(configs_now, configs_before, state.optimizers, strict=True):
+    # Without names, one option of the configuration made all optimizers.
+    optimizers = state.optimizers if configs_now[0].name else [state.optimizer]
+    for now, before, optimizer in zip(configs_now, configs_before, optimizers, strict=True):
         # By the number of a parameter group, then by the name of a setting.
         changes: dict[int, dict[str, Change]] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -81,8 +83,10 @@ def change_optimizers(config: Config, saved: dict[str, Any], state: TrainState) 
             texts += [f"{key}.{name}={change.now}" for name, change in group_changes.items()]
         if changes:
             schedule = state.schedule
-            if not isinstance(schedule, Schedule):
+            if isinstance(schedule, Schedules) and now.name:
                 schedule = schedule.named[now.name]
+            if isinstance(schedule, Schedules):
+                raise ConfigError(f"resume can't change {now.key}: it has several schedules.")
             schedule.change_settings(optimizer, changes, key=now.key)
     if texts:
         logger.info("changed since the checkpoint: %s", ", ".join(texts))

@@ -78,7 +78,10 @@ def _whole_optimizer_bytes(setup: RankSetup, trainer: Trainer) -> int | None:
     size = 0
     configs = optimizer_configs(setup.config.optimizer)
     try:
-        for config, optimizer in zip(configs, trainer.state.optimizers, strict=True):
+        # Without names, one option of the configuration made all optimizers.
+        state = trainer.state
+        optimizers = state.optimizers if configs[0].name else [state.optimizer]
+        for config, optimizer in zip(configs, optimizers, strict=True):
             parameters: list[nn.Parameter] = []
             for group in optimizer.param_groups:
                 parameters += group["params"]

@@ -74,6 +74,26 @@ class PendingImage(NamedTuple):
 
 
 @final
+class _Experiment:
+    """Stands in for the SummaryWriter, which may not be open yet, or be another one after a full disk."""
+
+    def __init__(self, logger: TensorBoardLogger) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("add_"):
+            raise AttributeError(f"The SummaryWriter's methods that add something can be called, and {name} is none.")
+        return partial(self._logger.call, name)
+
+    def flush(self) -> None:
+        self._logger.flush()
+
+    @property
+    def log_dir(self) -> str:
+        return str(self._logger.folder)
+
+
+@final
 class TensorBoardLogger(Logger):
     """Writes event files to the run directory: scalars under the names they come with, texts as code blocks.
 
@@ -187,6 +207,21 @@ class TensorBoardLogger(Logger):
         """Write everything out; calling it again is fine."""
         self.flush()
         self._drop_writer()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the event files."""
+        return self._folder
+
+    @property
+    def experiment(self) -> Any:
+        """What has the methods of the SummaryWriter, for `self.logger.experiment` of a LightningModule."""
+        return _Experiment(self)
+
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> None:
+        """Call a method of the SummaryWriter, before its arguments change."""
+        self._add(methodcaller(method, *arguments, **keywords))
+        self.flush()
 
     # What is to be written
 

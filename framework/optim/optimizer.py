@@ -16,6 +16,17 @@ from framework.distributed.sharded import is_dtensor
 
 # On a CPU, the number of elements in all parameters from which on fused optimizers are faster.
 _FUSED_PAYS_FROM = 100_000
+# The attribute of an optimizer that a task steps with a closure.
+_GETS_CLOSURE = "_framework_gets_closure"
+
+
+def give_closure(optimizer: Optimizer) -> None:
+    """Note that the task steps the optimizer with a closure, as LBFGS needs it: the trainer can't."""
+    setattr(optimizer, _GETS_CLOSURE, True)
+
+
+def gets_closure(optimizer: Optimizer) -> bool:
+    return bool(vars(optimizer).get(_GETS_CLOSURE))
 
 
 def fused_pays(parameters: Sequence[Tensor]) -> bool:
@@ -54,10 +65,10 @@ def skip_profiler_mark(optimizer: Optimizer) -> None:
         _global_optimizer_post_hooks,
     )
 
-    def step(self: Optimizer, *args: Any) -> Any:
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if profiler._is_profiler_enabled or any(hooks):
-            return marked_step(self, *args)
-        return bare_step(self, *args)
+            return marked_step(self, *args, **kwargs)
+        return bare_step(self, *args, **kwargs)
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 

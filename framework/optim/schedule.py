@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from torch.optim import Optimizer
@@ -59,11 +59,15 @@ class Schedule:
         self._calls = 0
         # If a metric that validation doesn't compute is an error.
         self._is_strict = True
+        # Called with the scheduler and the metric or None, if that is how it is stepped.
+        self._step: Callable[[Any, Any], None] | None = None
         if own is not None:
             self._frequency = own.frequency
             self._is_strict = own.strict
+            self._step = own.step
         self._steps_after: str = settings.interval
-        if isinstance(scheduler, ReduceLROnPlateau):
+        is_stepped = own is None or own.interval != "never"
+        if isinstance(scheduler, ReduceLROnPlateau) and is_stepped:
             self._steps_after = "validation"
 
     def step_after(self, what: str, metrics: Mapping[str, float] | None = None) -> None:
@@ -75,12 +79,18 @@ class Schedule:
             if self._calls % self._frequency:
                 return
         if metrics is None:
-            self._scheduler.step()
+            if self._step is None:
+                self._scheduler.step()
+            else:
+                self._step(self._scheduler, None)
             return
 
         monitor = str(self._settings.monitor)
         if monitor in metrics:
-            self._scheduler.step(metrics[monitor])
+            if self._step is None:
+                self._scheduler.step(metrics[monitor])
+            else:
+                self._step(self._scheduler, metrics[monitor])
         elif self._is_strict:
             raise ConfigError(
                 f"The learning-rate schedule monitors {monitor}, which validation doesn't compute: it computes "
@@ -216,7 +226,7 @@ class Schedule:
 class Schedules:
     """The schedules of several optimizers by name, as one."""
 
-    def __init__(self, named: Mapping[str, Schedule]) -> None:
+    def __init__(self, named: Mapping[str, Schedule | Schedules]) -> None:
         self.named = dict(named)
 
     def step_after(self, what: str, metrics: Mapping[str, float] | None = None) -> None:

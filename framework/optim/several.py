@@ -17,6 +17,8 @@ class Optimizers(Optimizer):
     def __init__(self, named: Mapping[str, Optimizer]) -> None:
         # Each of them has all that torch's own constructor would make.
         self.named = dict(named)
+        # Each has its own.
+        self.defaults = {}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -25,12 +25,13 @@ from inspect import signature
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.schema import CUDA_GRAPH_MODES, TrainerConfig
 from framework.data.loader import EvalLoader
 from framework.distributed.collectives import any_over_ranks, gather_to_all
-from framework.errors import DiskError
+from framework.errors import ConfigError, DiskError
 from framework.launch.plan import MonitorLink
 from framework.monitoring.rank_status import RankPhase
 from framework.optim.clipping import clip_gradients
@@ -47,6 +48,7 @@ from framework.training.meter import check_finite
 from framework.training.step_output import check_output, copied
 from framework.training.step_times import Clock, StepTimer, clock_of
 from framework.training.stop_control import steps_to_meeting
+from framework.training.task_steps import TaskSteps
 from framework.training.train_state import TrainState
 from framework.types import (
     EpochInfo,
@@ -180,6 +182,35 @@ class Trainer:
         self._flops = FlopRate(peak_of_run(state.context, settings.precision), is_wanted=is_counted)
         self.logbook = Logbook(state, settings, timer=self._timer, flops=self._flops)
 
+        # What makes the whole step, if the trainer doesn't: the strategy, or a task with a `run_step`.
+        self._run_whole_step: Callable[[Window], Tensor] | None = None
+        self._task_steps: TaskSteps | None = None
+        if self._runs_windows:
+            self._run_whole_step = self._run_window
+        for run_step in hooks([state.task], "run_step"):
+            self._task_steps = self._make_task_steps()
+            self._run_whole_step = partial(run_step, tools=self._task_steps)
+
+    def _make_task_steps(self) -> TaskSteps:
+        """Return what a task needs that runs its steps itself. Raises ConfigError if the strategy does that, too."""
+        if self._runs_windows:
+            raise ConfigError(
+                f"{type(self.state.task).__name__} runs its steps itself, and so does the strategy "
+                f"{type(self.state.strategy).__name__}. Use strategy=ddp, allreduce or fsdp."
+            )
+        return TaskSteps(
+            self.state,
+            self.settings,
+            timer=self._timer,
+            logbook=self.logbook,
+            weights=self._loss_weights,
+            compute=partial(self._forward, objective=self._only_objective[0]),
+            before_optimizer_step=self._call_before_optimizer_step,
+            isolate=self._isolate_stand_in,
+            num_shares=self._num_shares,
+            counts=self._counts_outputs,
+        )
+
     # The loop
 
     @refused_broadcasting()
@@ -282,8 +313,8 @@ class Trainer:
         state = self.state
         if state.trainable.has_changed():
             self._update_trainable()
-        if self._runs_windows:
-            return self._run_window(window)
+        if self._run_whole_step is not None:
+            return self._run_whole_step(window)
 
         mark = self._timer.set_phase
         scale = self._num_shares / window.global_count
@@ -379,8 +410,7 @@ class Trainer:
         needs_norm = settings.gradient_clip_val is not None or self.logbook.is_due(self.progress.step + 1)
         if needs_norm or self._hooks.before_optimizer_step:
             scaler.unscale_(optimizer)
-        for hook in self._hooks.before_optimizer_step:
-            hook(optimizer)
+        self._call_before_optimizer_step(optimizer)
         if needs_norm:
             norm = clip_gradients(parameters, settings, norm_over_ranks=state.strategy.total_norm)
             if norm is not None:
@@ -396,6 +426,10 @@ class Trainer:
             parameter.grad = None
         if self._has_stepped:
             schedule.step_after("step")
+
+    def _call_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for hook in self._hooks.before_optimizer_step:
+            hook(optimizer)
 
     def _note_optimizer_step(self, *_: Any) -> None:
         self._has_stepped = True
@@ -730,6 +764,8 @@ class Trainer:
         """Weight losses by this rank's samples only: for trials, in which ranks exchange nothing."""
         self._batch_infos.exchanges = False
         self._loss_weights = OneRankWeights(self.context, task_name=type(self.state.task).__name__)
+        if self._task_steps is not None:
+            self._task_steps.weights = self._loss_weights
 
     def read_means(self) -> dict[str, float]:
         """Return the means over all ranks since the last call. Every rank must call it."""

@@ -355,16 +355,14 @@ def changed(name: str, of: str = "Regression") -> pl.LightningModule:
         "none": lambda _: None,
         "nonsense": lambda _: "Adam",
         "no monitor": _plateau,
-        "train monitor": lambda self: _plateau(self, monitor="train_loss"),
+        "train monitor": lambda self: _plateau(self, monitor="train_los"),
         "unknown monitor": lambda self: _plateau(self, monitor="val_los"),
         "not strict": lambda self: _scheduled(self, _plateau(self)["lr_scheduler"], monitor="val_los", strict=False),
         "every fourth": lambda self: _scheduled(self, None, interval="step", frequency=4),
-        "schedules": lambda self: ([o := torch.optim.SGD(self.parameters())], [_constant(o), _constant(o)]),
     }
     steps = {
-        "returns None": lambda *_: None,
-        "logger": lambda self, *_: self.logger.experiment,
-        "optimizer": lambda self, *_: self.optimizers(),
+        "no experiment": lambda self, *_: self.logger.experiment,
+        "steps itself": lambda self, *_: self.optimizers().step(),
         "vector": lambda self, batch, *_: self.log("v", batch[0]),
         "median": lambda self, *_: self.log("v", 1.0, reduce_fx=torch.median),
         "one name": lambda self, *_: self.log_dict({"train_v": 1.0, "v": 2.0}),
@@ -374,16 +372,10 @@ def changed(name: str, of: str = "Regression") -> pl.LightningModule:
         methods = {"configure_optimizers": optimizers[name]}
     elif name in steps:
         methods = {"training_step": steps[name]}
-    elif name == "automatic_optimization":
-        methods = {name: False}
     elif name == "only step":
         methods = {"validation_step": lambda self, *_: self.log("v", 1.0, on_epoch=False)}
     module: pl.LightningModule = type("Changed", (base,), methods)()
     return module
-
-
-def _constant(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.ConstantLR(optimizer)
 
 
 def _scheduled(self: Any, schedule: Any, **keys: Any) -> Any:

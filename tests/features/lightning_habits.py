@@ -151,9 +151,9 @@ class Module(pl.LightningModule):
         self.note("on_validation_end")
 
     def configure_optimizers(self) -> Any:
-        names = ("nonsense", "max_epochs", "world_size", "datamodule", "logger")
+        names = ("nonsense", "max_epochs", "world_size", "datamodule", "logger", "strategy", "callbacks")
         has = {name: hasattr(self.trainer, name) for name in names}
-        note(self.file, "has", has, getattr(self.trainer, "nonsense", "no"), bool(self.logger), list(self.loggers))
+        note(self.file, "has", has, getattr(self.trainer, "nonsense", "no"), hasattr(self.trainer, "log_dir"))
         assert self.trainer.lightning_module is self
         return torch.optim.SGD(self.trainer.model.parameters(), lr=0.05)  # type: ignore[union-attr]
 

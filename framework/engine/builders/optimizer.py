@@ -15,7 +15,7 @@ from framework.config.targets import takes
 from framework.distributed.sharded import by_mesh
 from framework.engine.builders.objects import build_object, wrong_result
 from framework.errors import ConfigError
-from framework.optim.optimizer import fused_pays, has_evaluation_mode, skip_profiler_mark
+from framework.optim.optimizer import fused_pays, gets_closure, has_evaluation_mode, skip_profiler_mark
 from framework.optim.param_groups import ParamGroups
 from framework.optim.several import Optimizers
 
@@ -67,7 +67,8 @@ def build_one_optimizer(
     optimizer = build_object(config.key, node, params, **implementation, **offered)
     if not isinstance(optimizer, Optimizer):
         raise wrong_result(config.key, node, optimizer, expected="a torch.optim.Optimizer")
-    _check_needs_no_closure(optimizer, config)
+    if not gets_closure(optimizer):
+        _check_needs_no_closure(optimizer, config)
     skip_profiler_mark(optimizer)
     if has_evaluation_mode(optimizer):
         optimizer.train()  # type: ignore[attr-defined]

@@ -31,9 +31,11 @@ def build_schedule(
 
     length: returns the steps of an optimizer's scheduler in the whole run, given its name; see `build_scheduler`.
     """
-    if not isinstance(optimizer, Optimizers):
+    # Without names, one option of the configuration made the optimizer, or all of several.
+    if not configs[0].name:
         return build_scheduler(settings, optimizer, length(""))
-    schedules = {}
+    assert isinstance(optimizer, Optimizers)
+    schedules: dict[str, Schedule | Schedules] = {}
     for config in configs:
         key = "scheduler.schedule"
         own_settings = settings
@@ -48,8 +50,8 @@ def build_schedule(
 
 def build_scheduler(
     settings: SchedulerConfig, optimizer: Optimizer, total_steps: int | None, *, key: str = "scheduler.schedule"
-) -> Schedule:
-    """Return the learning-rate schedule of one optimizer.
+) -> Schedule | Schedules:
+    """Return the learning-rate schedule of one optimizer, or all of several.
 
     Args:
         total_steps: steps of the scheduler in the whole run, counted in `settings.interval`; None if unknown.
@@ -69,23 +71,45 @@ def build_scheduler(
     scheduler = rebuild.make(optimizer)
     if scheduler is None:
         return Schedule(None, settings)
-
-    run_steps = total_steps
-    own_settings = None
+    if isinstance(scheduler, list):
+        schedules = {}
+        for number, own in enumerate(scheduler):
+            _check_is_scheduler(own.scheduler, key, node, is_stepped=own.step is None)
+            schedules[str(number)] = _own_schedule(own, settings, length=length, rebuild=rebuild)
+        return Schedules(schedules)
     if isinstance(scheduler, LRSchedulerConfig):
-        own_settings = scheduler
-        scheduler = own_settings.scheduler
-        settings = replace(settings, interval=own_settings.interval, monitor=own_settings.monitor)
-        # `total_steps` is counted in the interval of the configuration, the scheduler's steps in its own.
-        run_steps = None
-    if not isinstance(scheduler, LRScheduler):
-        raise wrong_result(key, node, scheduler, expected="a torch.optim.lr_scheduler.LRScheduler")
-    if isinstance(scheduler, OneCycleLR) and run_steps is not None and scheduler.total_steps < run_steps:
+        _check_is_scheduler(scheduler.scheduler, key, node, is_stepped=scheduler.step is None)
+        return _own_schedule(scheduler, settings, length=length, rebuild=rebuild)
+
+    _check_is_scheduler(scheduler, key, node)
+    if isinstance(scheduler, OneCycleLR) and total_steps is not None and scheduler.total_steps < total_steps:
         raise ConfigError(
             f"{node['_target_']} ends after {scheduler.total_steps} steps and can't continue, and the run has "
-            f"{run_steps}.\nSet its total_steps to at least that, or train for fewer steps."
+            f"{total_steps}.\nSet its total_steps to at least that, or train for fewer steps."
         )
-    return Schedule(scheduler, settings, total_steps=length, run_steps=run_steps, own=own_settings, rebuild=rebuild)
+    return Schedule(scheduler, settings, total_steps=length, run_steps=total_steps, rebuild=rebuild)
+
+
+def _own_schedule(
+    own: LRSchedulerConfig, settings: SchedulerConfig, *, length: int | None, rebuild: Rebuild
+) -> Schedule:
+    """Return the schedule of a scheduler that came with its own interval.
+
+    The run's length isn't known in that: `total_steps` is counted in the interval of the configuration.
+    """
+    settings = replace(settings, interval=own.interval, monitor=own.monitor)  # type: ignore[arg-type]
+    return Schedule(own.scheduler, settings, total_steps=length, own=own, rebuild=rebuild)
+
+
+def _check_is_scheduler(scheduler: object, key: str, node: Node, *, is_stepped: bool = True) -> None:
+    """Raise TargetError for what is no scheduler. is_stepped: by its own `step`, as all of torch's are."""
+    expected = "a torch.optim.lr_scheduler.LRScheduler"
+    is_known = isinstance(scheduler, LRScheduler)
+    if not is_stepped:
+        expected = "a scheduler with state_dict and load_state_dict"
+        is_known = hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
+    if not is_known:
+        raise wrong_result(key, node, scheduler, expected=expected)
 
 
 def _length(node: Node, settings: SchedulerConfig, total_steps: int | None, *, key: str) -> int | None:

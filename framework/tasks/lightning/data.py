@@ -20,7 +20,7 @@ from framework.distributed.context import Context
 from framework.distributed.seed import preserved_generators, seed_generators
 from framework.errors import DataError
 from framework.system.rank_log import warn
-from framework.tasks.lightning.trainer import trainer_of
+from framework.tasks.lightning.trainer import TrainerView, trainer_of
 from framework.types import Datasets
 
 # How long to wait for other processes' prepare_data.
@@ -29,7 +29,6 @@ _LOCK_TIMEOUT_S = 1800.0
 _SILENT_S = 5.0
 # Settings of a data module that say where its data is.
 _NAMES_DATA = re.compile(r"data|root|cache|download|^(dir|directory|folder|path)$", re.IGNORECASE)
-_REFUSED_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
 
 
 def datamodule(module: Any, *, run_config: Config | None = None, run_context: Context | None = None) -> Datasets:
@@ -37,16 +36,11 @@ def datamodule(module: Any, *, run_config: Config | None = None, run_context: Co
 
     The processes of a node call `prepare_data`, `setup("fit")` and, with a `test_dataloader`, `setup("test")` one after
     another, with the same global seed in every process and run. Several validation or test loaders are sets, by their
-    names or numbers. Raises DataError for a hook without a counterpart.
+    names or numbers.
 
     run_config, run_context: passed by the framework, to make the module's `self.trainer`.
     """
-    for hook in _REFUSED_HOOKS:
-        if _overrides(module, hook):
-            raise DataError(
-                f"{type(module).__name__}.{hook} has no counterpart: batches are moved to the device as they are.\n"
-                "Do it in the dataset or the collate function, or in on_after_batch_transfer of the LightningModule."
-            )
+    trainer: TrainerView | None = None
     if run_config is not None and run_context is not None:
         trainer = trainer_of(run_config, run_context)
         trainer.datamodule = module
@@ -55,13 +49,17 @@ def datamodule(module: Any, *, run_config: Config | None = None, run_context: Co
         seed_generators(0)
         module.prepare_data()
         module.setup("fit")
-        parts = {"train": module.train_dataloader()}
-        if _overrides(module, "val_dataloader"):
-            parts["val"] = _sets(module.val_dataloader())
-        if _overrides(module, "test_dataloader"):
+        loaders = {"train": module.train_dataloader()}
+        if overrides_method(module, "val_dataloader"):
+            loaders["val"] = module.val_dataloader()
+        if overrides_method(module, "test_dataloader"):
             module.setup("test")
-            parts["test"] = _sets(module.test_dataloader())
-    return Datasets(**parts)
+            loaders["test"] = module.test_dataloader()
+    if trainer is not None:
+        trainer.train_dataloader = loaders["train"]
+        trainer.val_dataloaders = loaders.get("val")
+        trainer.test_dataloaders = loaders.get("test")
+    return Datasets(**{part: _sets(of_part) for part, of_part in loaders.items()})
 
 
 def _sets(loaders: Any) -> Any:
@@ -73,7 +71,7 @@ def _sets(loaders: Any) -> Any:
     return {str(number): loader for number, loader in enumerate(loaders)}
 
 
-def _overrides(module: Any, name: str) -> bool:
+def overrides_method(module: Any, name: str) -> bool:
     """Return True if a class of the user, or the object itself, defines the method."""
     if name in vars(module):
         return True

@@ -62,6 +62,8 @@ class Log:
 
         # The names as the module gave them, by those in the logs.
         self._names: dict[tuple[LogPart, str], str] = {}
+        # What training steps have logged last.
+        self._last_step_values: dict[str, Any] = {}
         # Names that training steps have logged.
         self._step_names: set[str] = set()
         self._entries: dict[Interval, dict[str, _Entry]] = {interval: {} for interval in get_args(Interval)}
@@ -151,6 +153,8 @@ class Log:
         if rank_zero_only and not self._context.is_main:
             return
         if batch_size is not None:
+            # Modules give tensors, too, such as the number of targets.
+            batch_size = int(batch_size)
             self._given_size = batch_size
 
         # A metric that was called has its value of this batch.
@@ -158,6 +162,7 @@ class Log:
         on_step = on_step and part == "train"
         if on_step and value_now is not None:
             self._step_names.add(short)
+            self._last_step_values[short] = value_now
             self._add("step", _step_name(short), self._entry(name, value_now, reduction, size=batch_size))
         if not on_epoch:
             return
@@ -205,6 +210,17 @@ class Log:
             elif f"{name}_epoch" not in values:
                 named[f"{name}_epoch"] = value
         return named
+
+    def own_name(self, part: LogPart, short: str) -> str:
+        """Return the name under which the module has logged a value."""
+        return self._names.get((part, short), short)
+
+    def last_step_value(self, short: str) -> float | None:
+        """Return what the last training step logged, averaged over ranks; None if nothing. Every rank must call it."""
+        value = self._last_step_values.get(short)
+        values = gather_to_all(None if value is None else float(value), self._context)
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's values and the states of its torchmetrics: plain types and tensors."""

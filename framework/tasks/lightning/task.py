@@ -14,7 +14,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, NoReturn, cast, final
+from pathlib import Path
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,26 @@ from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.sharded import is_model_sharded
 from framework.errors import ConfigError, TargetError
+from framework.optim.optimizer import give_closure
+from framework.optim.several import Optimizers
+from framework.tasks.lightning.data import overrides_method
+from framework.tasks.lightning.kept_state import KeptState
 from framework.tasks.lightning.log import Log, LogPart, short_name
+from framework.tasks.lightning.optimization import HookedSteps, ManualSteps
 from framework.tasks.lightning.trainer import Stage, TrainerView, trainer_of
-from framework.types import Batch, EpochInfo, FitInfo, Interval, LRSchedulerConfig, StepInfo, StepOutput, Stop
+from framework.types import (
+    Batch,
+    Callback,
+    EpochInfo,
+    EvalInfo,
+    FitInfo,
+    Interval,
+    Logger,
+    LRSchedulerConfig,
+    StepInfo,
+    StepOutput,
+    Stop,
+)
 
 _CORE = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
 # The attribute of an optimizer that keeps the schedule that came with it.
@@ -40,6 +58,8 @@ _CALLED = {
     "teardown",
     "configure_model",
     "configure_optimizers",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
     "on_after_batch_transfer",
     "on_before_optimizer_step",
     "on_fit_start",
@@ -56,30 +76,44 @@ _CALLED = {
     "on_validation_epoch_end",
     "on_validation_batch_start",
     "on_validation_batch_end",
+    "on_validation_model_eval",
+    "on_validation_model_train",
     "on_test_start",
     "on_test_end",
     "on_test_epoch_start",
     "on_test_epoch_end",
     "on_test_batch_start",
     "on_test_batch_end",
+    "on_test_model_eval",
+    "on_test_model_train",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
+    "lr_scheduler_step",
 }
+# Those for which the task makes the steps itself.
+_OF_STEPS = {
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+}
+_CALLED |= _OF_STEPS
 
 # What to use in place of hooks that are refused.
 _INSTEAD = {
-    "backward": "The framework goes backward from the loss that training_step returns.",
     "configure_callbacks": "Write framework callbacks, and list them in the section `callbacks`.",
-    "configure_gradient_clipping": "Use trainer.gradient_clip_val and gradient_clip_algorithm.",
-    "clip_gradients": "Use trainer.gradient_clip_val and gradient_clip_algorithm.",
-    "lr_scheduler_step": "Use a torch.optim.lr_scheduler.LRScheduler.",
-    "optimizer_step": "Use on_before_optimizer_step, or a torch.optim.Optimizer with a `step` of its own.",
-    "optimizer_zero_grad": "Gradients are set to None after each step.",
-    "on_before_zero_grad": "Use on_train_batch_end.",
-    "on_after_backward": "Use on_before_optimizer_step.",
-    "on_save_checkpoint": "Keep the state in buffers (register_buffer), which checkpoints have.",
-    "on_load_checkpoint": "Keep the state in buffers (register_buffer), which checkpoints have.",
-    "transfer_batch_to_device": "Batches are moved to the device as they are. Use on_after_batch_transfer.",
-    "on_before_batch_transfer": "Do it in the dataset or the collate function.",
+    "clip_gradients": "Override configure_gradient_clipping.",
+    "manual_backward": "Override backward.",
+    "on_validation_model_zero_grad": "Gradients are set to None before each validation.",
 }
+
+# The strategies under which `automatic_optimization = False` works, by their targets.
+_MANUAL_STRATEGIES = ("auto", "Single", "DDP", "AllReduce")
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 _STEPS = {
     "train": "training_step",
@@ -105,8 +139,11 @@ class LightningTask:
         self._overridden = {name for name in _CALLED if _overrides(module, base, name)}
         self._has_test_step = _overrides(module, base, "test_step")
         self._context = context
+        # None: its optimizers step automatically, as the framework or `optimizer_step` says.
+        self._manual: ManualSteps | None = None
         self._trains = config.job == "train"
         self._accumulated = config.trainer.accumulate_grad_batches
+        self._is_scaled = config.trainer.precision == "16-mixed"
 
         self._trainer = trainer_of(config, context)
         self._trainer._module = weakref.ref(module)
@@ -125,6 +162,10 @@ class LightningTask:
 
         self._steps: dict[str, Any] = {stage: getattr(module, name) for stage, name in _STEPS.items()}
         self._num_arguments = {stage: _num_arguments(step) for stage, step in self._steps.items()}
+        self._transfers = self._transfer_hooks()
+        self._kept = KeptState(self._trainer, saves="on_save_checkpoint" in self._overridden)
+        # What the last evaluation has logged.
+        self._evaluated: Mapping[str, float] = {}
         # Known once a strategy has wrapped the model.
         self._is_sharded: bool | None = None
 
@@ -137,34 +178,106 @@ class LightningTask:
         self._dataloader_idx: tuple[int, ...] = ()
         self._has_called_fit_start = False
         self._has_begun = False
+        # The training batch that was begun, and its number, if the task makes the steps itself.
+        self._makes_steps = False
+        self._begun: tuple[Batch, int] = (None, 0)
         # Outputs, batch and number of the last training batch, for on_train_batch_end.
         self._finished: tuple[Any, Batch, int] | None = None
+        # training_step returned None.
+        self.skips_backward = False
+        # The training mode of each module that on_validation_model_eval or on_validation_model_train has chosen.
+        self._modes_of_training = _Modes(module)
+        self._eval_modes = _Modes()
+        self._train_modes = _Modes()
+        if self._trains:
+            self._take_over_steps(config)
+
+    def _take_over_steps(self, config: Config) -> None:
+        """Make the steps in the place of the trainer, if the module optimizes manually or overrides hooks of them.
+
+        Raises ConfigError if that isn't possible with the other settings.
+        """
+        module = self.module
+        if not module.automatic_optimization:
+            _refuse_manual(self._name, config)
+            broadcasts_buffers = bool(config.strategy.get("broadcast_buffers", True))
+            self._manual = ManualSteps(self, self._trainer, self._context, broadcasts_buffers=broadcasts_buffers)
+            self.run_step = self._manual.run_step
+            self._makes_steps = True
+        elif self._overridden & _OF_STEPS:
+            self._make_steps()
+        else:
+            # An optimizer may need it.
+            self._trainer._make_steps = self._make_steps
+
+    def _make_steps(self) -> None:
+        """Make the steps in Lightning's order, with all hooks."""
+        clips = "configure_gradient_clipping" in self._overridden
+        self.run_step = HookedSteps(self, self._trainer, clips=clips).run_step
+        self._makes_steps = True
 
     # Steps
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        if not self._makes_steps:
+            self.begin_train_batch(batch)
+        output = self.compute(model)
+        loss = _loss_in(output)
+        self.skips_backward = output is None
+        if loss is None:
+            return self._without_loss(output)
+        self.note_outputs(output, loss)
+        return StepOutput(loss, self._log.num_samples)
+
+    def begin_train_batch(self, batch: Batch) -> int:
+        """Call what precedes the step, and return the number of the batch in its epoch."""
         self._end_batch()
         number = self._batches_trained
         self._batches_trained += 1
-        output, batch = self._step("train", model, batch, number)
-        loss = _loss_in(output)
-        if loss is None:
-            returned = "None" if output is None else "a dict without a loss"
-            raise TargetError(
-                f"{self._name}.training_step returned {returned}. Lightning skips such a batch, but here every process "
-                "takes part in every step.\nReturn a loss: 0 * loss trains on nothing."
-            )
-        if "on_train_batch_end" in self._overridden:
-            self._finished = (self._outputs(output, loss), batch, number)
-        return StepOutput(loss, self._log.num_samples)
+        self._trainer.is_last_batch = self._batches_trained == self._trainer.num_training_batches
+        batch = self._begin("train", batch, number)
+        self._begun = (batch, number)
+        return number
 
-    def _outputs(self, output: Any, loss: Tensor) -> dict[str, Any]:
-        """Return what on_train_batch_end gets, as from Lightning: without graphs, and the loss as it accumulates."""
+    def compute(self, model: nn.Module) -> Any:
+        """Return the output of `training_step` for the batch that was begun."""
+        batch, number = self._begun
+        with self._log.within("train", in_step=True):
+            return self._call("train", model, batch, number)
+
+    def note_outputs(self, output: Any, loss: Tensor | None) -> None:
+        """Keep what `on_train_batch_end` gets, as from Lightning: without graphs, and the loss as it accumulates."""
+        if "on_train_batch_end" not in self._overridden:
+            return
         outputs: dict[str, Any] = {}
         if isinstance(output, Mapping):
             outputs = self._detached(dict(output))
-        outputs["loss"] = loss.detach().clone() / self._accumulated
-        return outputs
+        if loss is not None:
+            outputs["loss"] = loss.detach().clone() / self._accumulated
+        batch, number = self._begun
+        self._finished = (outputs, batch, number)
+
+    def _without_loss(self, output: Any) -> StepOutput:
+        """Return the output of a batch that Lightning skips: without a gradient, the optimizer changes nothing."""
+        returned = "None" if output is None else "a dict without a loss"
+        if output is not None or self._context.world_size > 1 or self._is_scaled:
+            raise TargetError(
+                f"{self._name}.training_step returned {returned}. With one process, None leaves the batch out; with "
+                "several, or trainer.precision=16-mixed, every process takes part in every step.\n"
+                "Return a loss: 0 * loss trains on nothing."
+            )
+        self.note_outputs(None, None)
+        return StepOutput(torch.zeros((), device=self._context.device, requires_grad=True), 0)
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of the step."""
+        if hook in self._overridden:
+            with self._log.within("train", in_step=True):
+                self._hook(hook, *arguments)
+
+    @property
+    def num_samples(self) -> int:
+        return self._log.num_samples
 
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput:
         number = self._next_batch_idx()
@@ -189,6 +302,12 @@ class LightningTask:
 
     def _step(self, stage: str, model: nn.Module, batch: Batch, number: int) -> tuple[Any, Batch]:
         """Call the hook before a batch and the step. Return the step's output and the batch as it was transferred."""
+        batch = self._begin(stage, batch, number)
+        with self._log.within(self._part, in_step=True):
+            return self._call(stage, model, batch, number), batch
+
+    def _begin(self, stage: str, batch: Batch, number: int) -> Batch:
+        """Call the hooks before a batch. Return it as it was transferred."""
         batch = self._transferred(batch)
         self._log.begin_batch(batch)
         part = "train" if stage == "train" else self._part
@@ -198,16 +317,29 @@ class LightningTask:
                     f"{self._name}.on_train_batch_start returned -1, to leave out the rest of the epoch, which has no "
                     "counterpart. Use trainer.limit_train_batches, or set self.trainer.should_stop."
                 )
-            return self._call(stage, model, batch, number), batch
+        return batch
 
     def _transferred(self, batch: Batch) -> Batch:
-        if "on_after_batch_transfer" not in self._overridden:
-            return batch
-        return self._module.on_after_batch_transfer(batch, *(self._dataloader_idx or (0,)))
+        dataloader_idx = self._dataloader_idx or (0,)
+        for transfer, arguments in self._transfers:
+            batch = transfer(batch, *arguments, *dataloader_idx)
+        return batch
+
+    def _transfer_hooks(self) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Return the transfer hooks to call, each with its arguments. A data module's go first, as in Lightning."""
+        datamodule = self._trainer.datamodule
+        transfers: list[tuple[Any, tuple[Any, ...]]] = []
+        for name in _TRANSFER_HOOKS:
+            arguments = (self._context.device,) if name == "transfer_batch_to_device" else ()
+            if datamodule is not None and overrides_method(datamodule, name):
+                transfers.append((getattr(datamodule, name), arguments))
+            elif name in self._overridden:
+                transfers.append((getattr(self.module, name), arguments))
+        return transfers
 
     def _call(self, stage: str, model: nn.Module, batch: Batch, number: int) -> Any:
         """Call a step of the module: through the model's forward if a strategy has wrapped or sharded it."""
-        module = self._module
+        module = self.module
         step = self._steps[stage]
         if self._is_sharded is None:
             self._is_sharded = is_model_sharded(module)
@@ -228,6 +360,9 @@ class LightningTask:
 
     # Hooks of training, called by the engine
 
+    def observe_run(self, loggers: Mapping[str, Logger], callbacks: Mapping[str, Callback], folder: Path) -> None:
+        self._trainer._observe_run(loggers, folder)
+
     def on_sanity_check_start(self) -> None:
         """Call `on_fit_start`, which Lightning calls before the sanity check."""
         self._has_called_fit_start = True
@@ -242,7 +377,8 @@ class LightningTask:
 
         self._has_begun = True
         self._trainer.stage = "train"
-        self._trainer.global_step = info.start_step
+        if self._manual is None:
+            self._trainer.global_step = info.start_step
         if info.steps_per_epoch is not None:
             self._trainer.num_training_batches = info.steps_per_epoch * self._accumulated
         if not self._has_called_fit_start:
@@ -253,6 +389,7 @@ class LightningTask:
     def on_train_epoch_start(self, info: EpochInfo) -> None:
         self._trainer.current_epoch = info.epoch
         self._batches_trained = 0
+        self._train_modes.set()
         with self._log.within("train"):
             self._hook("on_train_epoch_start")
 
@@ -261,7 +398,9 @@ class LightningTask:
             self._hook("on_before_optimizer_step", optimizer)
 
     def on_train_step_end(self, info: StepInfo) -> Stop | None:
-        self._trainer.global_step = info.step
+        # Lightning counts the steps of all optimizers, as this view does by itself in manual optimization.
+        if self._manual is None:
+            self._trainer.global_step = info.step
         self._end_batch()
         return self._stop
 
@@ -300,12 +439,20 @@ class LightningTask:
         self._stage = "test" if part == "test" and self._has_test_step else "validation"
         self._sets = list(prefixes)
         self._trainer.stage = self._evaluation_stage
+        model_eval = f"on_{self._stage}_model_eval"
+        self._eval_modes = _Modes()
+        if model_eval in self._overridden:
+            # It takes the place of `model.eval()`, which was called already.
+            self._modes_of_training.set()
+            self._hook(model_eval)
+            self._eval_modes = _Modes(self.module)
         with self._log.within(self._part):
             self._hook(f"on_{self._stage}_start")
             self._hook(f"on_{self._stage}_epoch_start")
 
     def on_evaluation_start(self, model: nn.Module, prefix: str) -> None:
         self._batch_idx = 0
+        self._eval_modes.set()
         name = prefix.partition("/")[2]
         takes_index = self._num_arguments[self._stage] > 2
         if name and takes_index:
@@ -321,18 +468,65 @@ class LightningTask:
     def on_evaluations_end(self) -> None:
         with self._log.within(self._part):
             self._hook(f"on_{self._stage}_epoch_end")
+        # Reduced here, since the next hooks may read them.
+        self._evaluated = self._log.reduce("evaluation")
+        self._note_metrics(self._part, self._evaluated)
+        with self._log.within(None):
             self._hook(f"on_{self._stage}_end")
+        model_train = f"on_{self._stage}_model_train"
+        if model_train in self._overridden:
+            self._hook(model_train)
+            # The framework gives each module its former mode when this is over.
+            self._train_modes = _Modes(self.module)
         if self._trains:
             self._trainer.stage = "train"
 
+    def on_validation_end(self, info: EvalInfo) -> None:
+        """Set the modes that on_validation_model_train has chosen."""
+        self._train_modes.set()
+
     def logged_evaluations(self) -> Mapping[str, float]:
-        return self._log.reduce("evaluation")
+        return self._evaluated
+
+    def _note_metrics(self, part: LogPart, values: Mapping[str, float]) -> None:
+        """Let the module read the values as `self.trainer.callback_metrics`, by its own names."""
+        for name, value in values.items():
+            set_name, _, short = name.rpartition("/")
+            if set_name not in self._set_names:
+                set_name, short = "", name
+            own_name = self._log.own_name(part, short)
+            if set_name:
+                own_name += f"/dataloader_idx_{self._set_names.index(set_name)}"
+            self._trainer.callback_metrics[own_name] = torch.tensor(value)
 
     def logged(self, interval: Interval) -> Mapping[str, float]:
         # Those of all sets of an evaluation are read once, by `logged_evaluations`.
         if interval == "evaluation":
             return {}
-        return self._log.reduce(interval)
+        values = self._log.reduce(interval)
+        if interval == "epoch":
+            self._note_metrics("train", values)
+            self._step_by_training_metrics(values)
+        return values
+
+    def _step_by_training_metrics(self, values: Mapping[str, float]) -> None:
+        """Step the schedules that monitor what training logs, at the end of an epoch."""
+        for config in self._trainer.lr_scheduler_configs:
+            if self._manual is not None or not _monitors_training(config):
+                continue
+            short = short_name(config.monitor, "train")
+            value = values.get(short, values.get(f"{short}_epoch", self._log.last_step_value(short)))
+            if value is not None:
+                self.module.lr_scheduler_step(config.scheduler, value)
+            elif config.strict:
+                raise ConfigError(
+                    f"{self._name}: the learning-rate schedule monitors {config.monitor}, which training doesn't log. "
+                    f"It logs {', '.join(values)}."
+                )
+
+    @property
+    def _set_names(self) -> list[str]:
+        return [prefix.partition("/")[2] for prefix in self._sets]
 
     @property
     def _evaluation_stage(self) -> Stage:
@@ -353,6 +547,12 @@ class LightningTask:
             "batches": self._batches_trained,
             "log": self._log.state_dict(),
         }
+        if self._manual is not None:
+            state["global_step"] = self._trainer.global_step
+            state["gradients"] = self._manual.gradients()
+        kept = self._kept.save()
+        if kept:
+            state["kept"] = kept
         return {"ranks": gather_to_all(state, self._context)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -361,6 +561,10 @@ class LightningTask:
         rank = self._context.rank
         self._trainer.current_epoch = states[0]["epoch"]
         self._batches_trained = states[0]["batches"]
+        if self._manual is not None and "gradients" in states[0]:
+            self._trainer.global_step = states[0]["global_step"]
+            self._manual.load_gradients([state["gradients"] for state in states])
+        self._kept.load(states[0].get("kept", {}))
         if len(states) == self._context.world_size:
             self._log.load_state_dict(states[rank]["log"])
         elif rank == 0:
@@ -381,26 +585,26 @@ class LightningTask:
         self._finished = None
 
     @property
-    def _module(self) -> Any:
+    def module(self) -> Any:
         # Not an attribute of the task, whose parameters are not those of the model.
         return self._log.module
 
     @property
     def _name(self) -> str:
-        return type(self._module).__name__
+        return type(self.module).__name__
 
     def _hook(self, name: str, *arguments: Any) -> Any:
         """Call the module's hook and return what it returns; None for one that it doesn't override."""
         if name not in self._overridden:
             return None
-        return getattr(self._module, name)(*arguments)
+        return getattr(self.module, name)(*arguments)
 
 
 def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps: int | None = None) -> Optimizer:
     """Return the optimizer from `configure_optimizers` of the model. `lr_scheduler` then returns its schedule.
 
     params: the model's. For others, which serve to measure the optimizer's state, return one with the same settings.
-    Raises ConfigError if there is no optimizer, or more than one.
+    Raises ConfigError if there is no optimizer, or several and no manual optimization.
     """
     module = cast("Any", model)
     name = type(model).__name__
@@ -410,10 +614,10 @@ def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps
 
     own_ids = {id(parameter) for parameter in model.parameters()}
     is_probe = bool(params) and all(id(parameter) not in own_ids for parameter in params)
-    built = module.trainer._built_optimizer()
+    built = module.trainer._built_optimizers()
     if is_probe and built is not None:
         # configure_optimizers is called once: the module may keep what it returns.
-        return _like(built, params)
+        return _like(module.trainer.optimizers[0], params)
 
     _set_length(module.trainer, total_steps)
     if not _overrides(module, base, "configure_optimizers"):
@@ -424,18 +628,41 @@ def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps
             f"{name}.configure_optimizers returned None, so nothing would be trained.\nReturn an optimizer, or choose "
             "one here: optimizer=adam"
         )
-    optimizer, schedule = _parsed(configured, base, name)
+    optimizers, schedules = _parsed(configured, module, base)
     if is_probe:
-        return _like(optimizer, params)
+        return _like(optimizers[0], params)
 
-    module.trainer._built_optimizer = weakref.ref(optimizer)
+    optimizer = optimizers[0]
+    if len(optimizers) > 1:
+        optimizer = Optimizers({str(number): each for number, each in enumerate(optimizers)})
+    if _needs_closure(optimizer):
+        _make_steps_for(optimizer, module)
+    module.trainer._built_optimizers = weakref.ref(optimizer)
+    module.trainer.lr_scheduler_configs = schedules
     if len(optimizer.param_groups) > 1:
         for number, group in enumerate(optimizer.param_groups):
             # The name of its learning rate in the logs.
             group.setdefault("name", str(number))
-    if schedule is not None:
-        setattr(optimizer, _SCHEDULE, schedule)
+    setattr(optimizer, _SCHEDULE, [_schedule(config, module) for config in schedules])
     return optimizer
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Return True for an optimizer such as LBFGS, whose step computes the loss itself."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def _make_steps_for(optimizer: Optimizer, module: Any) -> None:
+    """Have the task step an optimizer that needs a closure. Raises ConfigError with several processes."""
+    trainer = module.trainer
+    if trainer.world_size > 1:
+        raise ConfigError(
+            f"{type(module).__name__}.configure_optimizers returned {type(optimizer).__name__}, which decides by the "
+            f"loss of this process alone how to go on. Use one process, which has topology.procs_per_node=1."
+        )
+    give_closure(optimizer)
+    trainer._make_steps()
 
 
 def _set_length(trainer: TrainerView, total_steps: int | None) -> None:
@@ -448,26 +675,28 @@ def _set_length(trainer: TrainerView, total_steps: int | None) -> None:
         trainer.num_training_batches = steps_per_epoch * settings.accumulate_grad_batches
 
 
-def _parsed(configured: Any, base: type, name: str) -> tuple[Optimizer, LRSchedulerConfig | None]:
-    """Return the optimizer and the schedule of what configure_optimizers returned, in one of Lightning's forms.
+def _parsed(configured: Any, module: Any, base: type) -> tuple[list[Optimizer], list[Any]]:
+    """Return the optimizers and the schedules that configure_optimizers returned, in one of Lightning's forms.
 
-    Raises ConfigError if there is more than one of them.
+    Raises ConfigError if there are several optimizers, and none but the module's own loop could step them.
     """
+    name = type(module).__name__
     lightning_optimizer = import_module(base.__module__.replace(".module", ".optimizer"))
     try:
         optimizers, schedulers, monitor = lightning_optimizer._configure_optimizers(configured)
-        configs = lightning_optimizer._configure_schedulers_automatic_opt(schedulers, monitor)
+        if module.automatic_optimization:
+            configs = lightning_optimizer._configure_schedulers_automatic_opt(schedulers, monitor)
+        else:
+            configs = lightning_optimizer._configure_schedulers_manual_opt(schedulers)
     except Exception as error:
         raise ConfigError(f"{name}.configure_optimizers: {error}") from error
-    if len(optimizers) != 1:
-        _refuse_several(name, f"configure_optimizers returned {len(optimizers)} optimizers")
-    if len(configs) > 1:
+    if len(optimizers) > 1 and module.automatic_optimization:
         raise ConfigError(
-            f"{name}.configure_optimizers returned {len(configs)} schedules of one optimizer. Return one: "
-            "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR joins several."
+            f"{name}: configure_optimizers returned {len(optimizers)} optimizers.\nSet self.automatic_optimization = "
+            "False in __init__ and step them in training_step, as Lightning wants it; or name the losses, each with an "
+            "optimizer: see docs/optimizers.md, several losses in a step."
         )
-    schedule = _schedule(configs[0], name) if configs else None
-    return optimizers[0], schedule
+    return list(optimizers), configs
 
 
 def _like(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
@@ -490,23 +719,49 @@ def _loss_in(output: Any) -> Any:
     return output
 
 
-def lr_scheduler(optimizer: Optimizer) -> LRSchedulerConfig | None:
-    """Return the optimizer's schedule from `configure_optimizers`; None for a constant learning rate."""
-    schedule: LRSchedulerConfig | None = vars(optimizer).pop(_SCHEDULE, None)
-    return schedule
+def lr_scheduler(optimizer: Optimizer) -> list[LRSchedulerConfig] | None:
+    """Return the optimizer's schedules from `configure_optimizers`; None for a constant learning rate."""
+    schedules: list[LRSchedulerConfig] | None = vars(optimizer).pop(_SCHEDULE, None)
+    return schedules or None
 
 
-def _schedule(config: Any, name: str) -> LRSchedulerConfig:
+def _schedule(config: Any, module: Any) -> LRSchedulerConfig:
     """Return the schedule, with the monitored metric under the name that validation gives it."""
-    monitor = None
-    if isinstance(config.scheduler, ReduceLROnPlateau):
-        if config.interval == "step" or short_name(config.monitor, "train") != config.monitor:
-            raise ConfigError(
-                f"{name}.configure_optimizers: ReduceLROnPlateau with interval={config.interval} and monitor="
-                f"{config.monitor}. It steps after validations: leave `interval` out, and monitor a metric of those."
-            )
-        monitor = f"val/{short_name(config.monitor, 'val')}"
-    return LRSchedulerConfig(config.scheduler, config.interval, config.frequency, monitor, config.strict)
+    if not module.automatic_optimization:
+        return LRSchedulerConfig(config.scheduler, "never")
+    step = module.lr_scheduler_step if _overrides(module, _base_of(module), "lr_scheduler_step") else None
+    if not isinstance(config.scheduler, ReduceLROnPlateau):
+        return LRSchedulerConfig(config.scheduler, config.interval, config.frequency, None, config.strict, step)
+    if config.interval == "step":
+        raise ConfigError(
+            f"{type(module).__name__}.configure_optimizers: ReduceLROnPlateau with interval=step. It steps after "
+            "validations, or at the end of an epoch if it monitors what training logs: leave `interval` out."
+        )
+    if _monitors_training(config):
+        # The task steps it, when it has reduced what training logged.
+        return LRSchedulerConfig(config.scheduler, "never")
+    monitor = f"val/{short_name(config.monitor, 'val')}"
+    return LRSchedulerConfig(config.scheduler, config.interval, config.frequency, monitor, config.strict, step)
+
+
+def _monitors_training(config: Any) -> bool:
+    """Return True for ReduceLROnPlateau with a metric that is named after training, such as train_loss."""
+    is_plateau = isinstance(config.scheduler, ReduceLROnPlateau)
+    return is_plateau and short_name(config.monitor, "train") != config.monitor
+
+
+@final
+class _Modes:
+    """The training mode of each module, to set again. Not a list: modules in the task's attributes count as its own."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._modes: list[tuple[nn.Module, bool]] = []
+        if module is not None:
+            self._modes = [(part, part.training) for part in module.modules()]
+
+    def set(self) -> None:
+        for part, is_training in self._modes:
+            part.training = is_training
 
 
 def _base_of(model: nn.Module) -> type:
@@ -528,8 +783,6 @@ def _overrides(module: Any, base: type, name: str) -> bool:
 def _refuse_hooks(module: Any, base: type, *, predicts: bool) -> None:
     """Raise ConfigError if the module overrides hooks that would never be called."""
     name = type(module).__name__
-    if not module.automatic_optimization:
-        _refuse_several(name, "automatic_optimization=False")
     hooks = {hook for hook in dir(base) if hook.startswith(("on_", "configure_"))} | _INSTEAD.keys()
     lines = []
     for hook in sorted(hooks - _CALLED):
@@ -541,17 +794,25 @@ def _refuse_hooks(module: Any, base: type, *, predicts: bool) -> None:
         raise ConfigError("\n".join([f"{name} overrides hooks that have no counterpart here:", *lines]))
 
 
-def _refuse_several(name: str, what: str) -> NoReturn:
-    raise ConfigError(
-        f"{name}: {what}. A task with several optimizers names its losses, each with an optimizer:\n\n"
-        "  class MyTask:\n"
-        "      def __init__(self):\n"
-        '          self.objectives = [framework.Objective("critic", self.critic, optimizer="critic"), ...]\n\n'
-        "      def critic(self, model, batch):\n"
-        '          return framework.StepOutput(model("critic", batch), len(batch))\n\n'
-        "  optimizer: {critic: {_target_: torch.optim.Adam, params: '^critic', lr: 0.001}, ...}\n\n"
-        "See docs/optimizers.md. A model is any nn.Module, this one too."
-    )
+def _refuse_manual(name: str, config: Config) -> None:
+    """Raise ConfigError, with all reasons, for settings that manual optimization can't go with."""
+    settings = config.trainer
+    reasons = []
+    strategy = config.strategy["_target_"].rpartition(".")[2]
+    if strategy not in _MANUAL_STRATEGIES:
+        reasons.append(f"strategy={strategy}: gradients are averaged before each step. Use strategy=ddp or allreduce.")
+    for key in ("comm_hook", "sync_batchnorm"):
+        if config.strategy.get(key):
+            reasons.append(f"strategy.{key}: the strategy's own forward and exchange aren't used. Leave it out.")
+    if settings.accumulate_grad_batches > 1:
+        reasons.append("trainer.accumulate_grad_batches: step the optimizers after every n-th batch instead.")
+    if settings.gradient_clip_val is not None:
+        reasons.append("trainer.gradient_clip_val: call self.clip_gradients(optimizer, gradient_clip_val=...) instead.")
+    if settings.compile is not None:
+        reasons.append("trainer.compile: compile parts of the model in configure_model instead.")
+    if reasons:
+        lines = "\n".join(f"  {reason}" for reason in reasons)
+        raise ConfigError(f"{name} has automatic_optimization = False, which can't go with:\n{lines}")
 
 
 def _num_arguments(step: Any) -> int:

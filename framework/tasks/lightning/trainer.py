@@ -1,24 +1,28 @@
-"""`self.trainer` of a LightningModule and of a LightningDataModule."""
+"""`self.trainer` of a LightningModule, of a LightningDataModule and of Lightning's callbacks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal, NoReturn, final
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, final
 
 from torch.optim import Optimizer
 
 from framework.config.schema import Config
 from framework.distributed.context import Context
 from framework.errors import ConfigError
+from framework.tasks.lightning.logger import LoggerView
+from framework.tasks.lightning.strategy import PrecisionView, StrategyView
+from framework.types import Logger
 
 Stage = Literal["train", "sanity_check", "validate", "test", "predict"]
 
 _JOB_STAGES: dict[str, Stage] = {"eval": "test", "predict": "predict", "export": "predict"}
 # The attribute of the context that keeps the rank's TrainerView.
 _KEPT_AS = "_lightning_trainer"
-# Attributes that only raise an error, or are the framework's own.
-_NOT_OFFERED = ("logger", "stage")
+# Attributes that are the framework's own.
+_NOT_OFFERED = ("stage",)
 
 
 class TrainerAttributeError(ConfigError, AttributeError):
@@ -27,10 +31,11 @@ class TrainerAttributeError(ConfigError, AttributeError):
 
 @final
 class TrainerView:
-    """`self.trainer`: progress and ranks under Lightning's names, and the keys of the section `trainer`."""
+    """`self.trainer`: progress, ranks, data and loggers under Lightning's names, and the keys of section `trainer`."""
 
     def __init__(self, config: Config, context: Context) -> None:
         self._settings = config.trainer
+        self._world_size = context.world_size
         self.stage: Stage = _JOB_STAGES.get(config.job, "train")
         self.current_epoch = 0
         self.global_step = 0
@@ -44,15 +49,45 @@ class TrainerView:
         self.world_size = context.world_size
         self.num_nodes = context.topology.nnodes
         self.num_devices = context.topology.procs_per_node
+        self.device_ids = [device.index or 0 for device in context.devices]
         self.is_global_zero = context.is_main
+        self.is_last_batch = False
         self.should_stop = False
+        self.received_sigterm = False
+        self.interrupted = False
+
+        # The data, as the data module returns it.
         self.datamodule: Any = None
+        self.train_dataloader: Any = None
+        self.val_dataloaders: Any = None
+        self.test_dataloaders: Any = None
+        self.predict_dataloaders: Any = None
+
+        # The metrics of the last validation and epoch, by the module's own names.
+        self.callback_metrics: dict[str, Any] = {}
+
+        # Lightning's callbacks that are called.
+        self.callbacks: list[Any] = []
         self.progress_bar_callback = None
-        self.logger = NoLogger()
-        self.loggers: list[Any] = []
+        self.checkpoint_callback = None
+        self.checkpoint_callbacks: list[Any] = []
+        self.early_stopping_callback = None
+        self.early_stopping_callbacks: list[Any] = []
+        self.profiler = None
+
+        # Of all optimizers; filled by configure_optimizers.
+        self.lr_scheduler_configs: list[Any] = []
+        self.strategy = StrategyView(self, context)
+        self.precision_plugin = PrecisionView(self.strategy)
+
+        # Where the run is; known when training starts.
+        self.default_root_dir = str(Path(config.path.outputs).absolute())
+        self._logger = LoggerView(self) if config.logger and not config.trainer.fast_dev_run else None
         # Weak references: the module may be copied, and refers to this.
         self._module: Callable[[], Any] = lambda: None
-        self._built_optimizer: Callable[[], Optimizer | None] = lambda: None
+        self._built_optimizers: Callable[[], Optimizer | None] = lambda: None
+        # Has the task make the steps, for an optimizer that needs a closure.
+        self._make_steps: Callable[[], None] = lambda: None
 
     @property
     def training(self) -> bool:
@@ -89,10 +124,78 @@ class TrainerView:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        optimizer = self._built_optimizer()
-        if optimizer is None:
+        built: Any = self._built_optimizers()
+        if built is None:
             return []
-        return [optimizer]
+        # Several are one for the framework.
+        named = vars(built).get("named")
+        return [built] if named is None else list(named.values())
+
+    @property
+    def logger(self) -> LoggerView | None:
+        return self._logger
+
+    @property
+    def loggers(self) -> list[LoggerView]:
+        return [] if self._logger is None else [self._logger]
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run's folder."""
+        return None if self._logger is None else self._logger.log_dir
+
+    @property
+    def gradient_clip_algorithm(self) -> str | None:
+        """The setting, if gradients are clipped."""
+        return None if self._settings.gradient_clip_val is None else self._settings.gradient_clip_algorithm
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        return self.callback_metrics
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        return self.callback_metrics
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """The validation batches of a process, of each set."""
+        return self._num_batches(self.val_dataloaders, limit=self._settings.limit_val_batches)
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        return self._num_batches(self.test_dataloaders, limit=self._settings.limit_test_batches)
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        most = self._settings.num_sanity_val_steps
+        return [min(most, number) for number in self.num_val_batches]
+
+    @property
+    def enable_validation(self) -> bool:
+        return self.val_dataloaders is not None and self._settings.limit_val_batches != 0
+
+    def _num_batches(self, loaders: Any, *, limit: int | float | None) -> list[int | float]:
+        numbers: list[int | float] = []
+        for loader in _listed(loaders):
+            try:
+                number = math.ceil(len(loader) / self._world_size)
+            except TypeError:
+                # A stream has no length.
+                numbers.append(math.inf)
+                continue
+            if isinstance(limit, float):
+                number = int(number * limit)
+            elif limit is not None:
+                number = min(number, limit)
+            numbers.append(number)
+        return numbers
+
+    def _observe_run(self, loggers: Mapping[str, Logger], folder: Path) -> None:
+        """Note where the run is, and its loggers."""
+        self.default_root_dir = str(folder)
+        if self._logger is not None:
+            self._logger.observe_run(loggers, folder)
 
     def __deepcopy__(self, memo: object) -> TrainerView:
         """Return the view itself: a copied module, such as one of averaged weights, is part of the same run."""
@@ -111,20 +214,15 @@ class TrainerView:
         )
 
 
-@final
-class NoLogger:
-    """`self.logger`: False, as with `Trainer(logger=False)`. Using it raises an error that says what to do."""
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise TrainerAttributeError(
-            f"There is no self.trainer.logger: self.logger.{name} isn't available. The framework's loggers get what "
-            "self.log is given.\nTo log images or text, write a framework callback or logger (docs/own_code.md)."
-        )
+def _listed(loaders: Any) -> Sequence[Any]:
+    """Return the loaders of a part as a list."""
+    if loaders is None:
+        return []
+    if isinstance(loaders, Mapping):
+        return list(loaders.values())
+    if isinstance(loaders, (list, tuple)):
+        return loaders
+    return [loaders]
 
 
 def trainer_of(config: Config, context: Context) -> TrainerView:

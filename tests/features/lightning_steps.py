@@ -1,0 +1,323 @@
+"""LightningModules that take part in the optimization: manual optimization, and hooks of the steps.
+
+python -m tests.features.lightning_steps FOLDER NAME...: train them with Lightning's own Trainer. For each,
+FOLDER/NAME.pt gets the weights and FOLDER/NAME.notes what its hooks noted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+EPOCHS = 3
+
+
+class Data(pl.LightningDataModule):
+    """Twelve batches of eight, in order."""
+
+    def __init__(self, batch_size: int = 8) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def rows(self, size: int, seed: int) -> TensorDataset:
+        x = torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
+        return TensorDataset(x, x.sum(1, keepdim=True))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows(96, 1), batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.rows(20, 2), batch_size=self.batch_size)
+
+
+class Base(pl.LightningModule):
+    """The same weights wherever it is built; notes its hooks in a file."""
+
+    net: Any
+    generator: Any
+    critic: Any
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.file = Path(folder, f"{type(self).__name__}.notes")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.build()
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def note(self, name: str, *values: Any) -> None:
+        if self.trainer.sanity_checking:
+            return
+        place = [self.current_epoch, self.global_step]
+        with self.file.open("a") as file:
+            file.write(json.dumps([name, *place, *values]) + "\n")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return mse_loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Hooked(Base):
+    """Overrides every hook of the steps, as models do that look at gradients or warm up."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.note("on_train_batch_start", batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("training_step", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.note("on_before_zero_grad", type(optimizer).__name__)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.note("optimizer_zero_grad", epoch, batch_idx)
+        optimizer.zero_grad(set_to_none=False)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.note("on_before_backward", round(float(loss), 5))
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.note("backward")
+        loss.backward(*args, **kwargs)
+
+    def on_after_backward(self) -> None:
+        weight = self.net[0].weight
+        assert weight.grad is not None
+        weight.grad.mul_(1.5)
+        self.note("on_after_backward", round(float(weight.grad.norm()), 5))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("on_before_optimizer_step", type(optimizer).__name__)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.note("configure_gradient_clipping", gradient_clip_val)
+        if self.current_epoch > 0:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.note("optimizer_step", epoch, batch_idx)
+        if self.global_step < 4:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (self.global_step + 1) / 4
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.note("lr_scheduler_step", metric is None)
+        scheduler.step()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("on_train_batch_end", batch_idx, round(float(outputs["loss"]), 5))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 2, batch[1]]
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return super().transfer_batch_to_device([batch[0] + 1, batch[1]], device, dataloader_idx)
+
+    def on_validation_model_eval(self) -> None:
+        self.note("on_validation_model_eval", self.net.training)
+        super().on_validation_model_eval()
+
+    def on_validation_model_train(self) -> None:
+        self.note("on_validation_model_train", self.net.training)
+        super().on_validation_model_train()
+        self.net[1].eval()
+
+    def on_validation_start(self) -> None:
+        self.note("on_validation_start", self.net.training)
+
+    def on_train_epoch_end(self) -> None:
+        self.note("on_train_epoch_end", self.net.training, self.net[1].training)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Skipping(Base):
+    """Leaves out batches by returning None."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 3 == 1:
+            return None
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("on_train_batch_end", batch_idx, sorted(outputs))
+
+
+class Skipped(Skipping):
+    """The same, with a hook of the steps."""
+
+    def on_after_backward(self) -> None:
+        self.note("on_after_backward")
+
+
+class LBFGS(Base):
+    """An optimizer that calls the closure several times."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Gan(Base):
+    """Two optimizers with schedules, toggled; the generator steps at every other batch, with its gradients clipped."""
+
+    norm: Any = nn.LayerNorm
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.automatic_optimization = False
+
+    def build(self) -> None:
+        self.generator = nn.Sequential(nn.Linear(3, 8), self.norm(8), nn.ReLU(), nn.Linear(8, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+
+    def adversarial_loss(self, scores: Tensor, is_real: bool) -> Tensor:
+        return binary_cross_entropy_with_logits(scores, torch.full_like(scores, float(is_real)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, _ = batch
+        optimizers: Any = self.optimizers()
+        optimizer_g, optimizer_d = optimizers
+        noise = real[:, :3] * 0.5
+        if batch_idx % 2 == 0:
+            self.toggle_optimizer(optimizer_g)
+            loss_g = self.adversarial_loss(self.critic(self.generator(noise)), True)
+            self.log("g_loss", loss_g, prog_bar=True)
+            optimizer_g.zero_grad()
+            self.manual_backward(loss_g)
+            self.clip_gradients(optimizer_g, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+            optimizer_g.step()
+            self.untoggle_optimizer(optimizer_g)
+
+        self.toggle_optimizer(optimizer_d)
+        loss_real = self.adversarial_loss(self.critic(real), True)
+        loss_fake = self.adversarial_loss(self.critic(self.generator(noise).detach()), False)
+        optimizer_d.zero_grad()
+        self.manual_backward((loss_real + loss_fake) / 2)
+        optimizer_d.step()
+        self.untoggle_optimizer(optimizer_d)
+        self.log("d_loss", loss_real + loss_fake)
+        self.note("trained", batch_idx)
+        if self.trainer.is_last_batch:
+            schedules: Any = self.lr_schedulers()
+            for schedule in schedules:
+                schedule.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.adversarial_loss(self.critic(batch[0]), True))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("on_before_optimizer_step", len(optimizer.param_groups[0]["params"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer_g = torch.optim.Adam(self.generator.parameters(), lr=0.01, betas=(0.5, 0.9))
+        optimizer_d = torch.optim.Adam(self.critic.parameters(), lr=0.02, betas=(0.5, 0.9))
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in (optimizer_g, optimizer_d)]
+        return [optimizer_g, optimizer_d], schedules
+
+
+class NormedGan(Gan):
+    """With statistics of batches, which aren't those of one process on several."""
+
+    norm: Any = nn.BatchNorm1d
+
+
+class Accumulating(Base):
+    """Accumulates over four batches by itself, with a closure; one optimizer; returns its loss."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss / 4)
+        if (batch_idx + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"loss": loss, "extra": 1}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("on_train_batch_end", batch_idx, sorted(outputs))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Schedules(Base):
+    """Two schedules of one optimizer, one of which follows a training loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        self.note("on_train_epoch_start", self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+        step = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.9)
+        return [optimizer], [
+            {"scheduler": step, "interval": "step"},
+            {"scheduler": plateau, "monitor": "train_loss"},
+        ]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "Hooked": {"accumulate_grad_batches": 2},
+    "Skipping": {},
+    "Skipped": {},
+    "LBFGS": {},
+    "Gan": {},
+    "NormedGan": {},
+    "Accumulating": {},
+    "Schedules": {},
+}
+"""The name of each module, and keys of the section `trainer`, which are Lightning's own."""
+
+
+def train(folder: str, name: str) -> None:
+    plain: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=EPOCHS, enable_model_summary=False, **plain, **SETTINGS[name]
+    )
+    module = globals()[name](folder)
+    trainer.fit(module, datamodule=Data())
+    torch.save(dict(module.state_dict()), Path(folder, f"{name}.pt"))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in sys.argv[2:]:
+        train(sys.argv[1], name)

@@ -1,0 +1,145 @@
+"""LightningModules that take part in the optimization, against Lightning's own Trainer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import results
+from tests.helpers.recipes import write_recipe
+from tests.helpers.source import ROOT
+
+STEPS = "tests.features.lightning_steps"
+# The names are those of `lightning_steps.SETTINGS`, which takes seconds to import.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "Hooked": {"accumulate_grad_batches": 2},
+    "Skipping": {},
+    "Skipped": {},
+    "LBFGS": {},
+    "Gan": {},
+    "NormedGan": {},
+    "Accumulating": {},
+    "Schedules": {},
+}
+QUICK = ("Hooked", "Gan")
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in SETTINGS]
+TWO = ("topology.procs_per_node=2", "data.batch_size=4", "data.eval_batch_size=4")
+# The last process has no sample in the last batch of each four.
+THREE = ("topology.procs_per_node=3", "data.global_batch_size=8", "data.eval_batch_size=4")
+
+
+@pytest.fixture(scope="module")
+def fork_server():
+    """Ranks that have imported Lightning."""
+    from tests.helpers.internals import PRELOAD, OwnForkServer
+
+    server = OwnForkServer((*PRELOAD, STEPS))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def lightning(request, tmp_path_factory):
+    """The folder with what Lightning's own Trainer computes."""
+    selected = " ".join(item.nodeid for item in request.session.items)
+    names = [name for name in SETTINGS if name in selected]
+    folder = tmp_path_factory.mktemp("lightning")
+    command = [sys.executable, "-W", "ignore", "-m", STEPS, str(folder), *names]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    return folder
+
+
+@pytest.fixture
+def run(train, tmp_path):
+    """Train a module; return the run directory."""
+
+    def run(name, *overrides, status=0):
+        recipe = {
+            "defaults": [{"override /task": "lightning"}, {"override /logger": "jsonl"}],
+            "model": {"_target_": f"{STEPS}.{name}", "folder": str(tmp_path)},
+            "data": {
+                "shuffle": False,
+                "datasets": {
+                    "_target_": "framework.tasks.lightning.datamodule",
+                    "module": {"_target_": f"{STEPS}.Data"},
+                },
+            },
+            "trainer": {"max_epochs": 3, "num_threads": 1, "log_every_n_steps": 1, **SETTINGS[name]},
+        }
+        write_recipe(tmp_path, "steps", recipe)
+        return train("recipe=steps", *overrides, status=status)
+
+    return run
+
+
+def notes_in(folder, name):
+    file = folder / f"{name}.notes"
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_hooks_are_lightnings(run, lightning, tmp_path, name):
+    weights = results.weights(run(name))
+    wanted = torch.load(lightning / f"{name}.pt")
+    assert weights.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(weights[key], value), key
+    assert notes_in(tmp_path, name) == notes_in(lightning, name)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        pytest.param("Gan", THREE, id="Gan-3"),
+        pytest.param("Accumulating", TWO, id="Accumulating-2", marks=pytest.mark.exhaustive),
+        pytest.param("Accumulating", THREE, id="Accumulating-3", marks=pytest.mark.exhaustive),
+        pytest.param("Schedules", TWO, id="Schedules-2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_several_processes_compute_the_same(run, lightning, name, overrides):
+    weights = results.weights(run(name, *overrides))
+    for key, value in torch.load(lightning / f"{name}.pt").items():
+        torch.testing.assert_close(weights[key], value, atol=1e-6, rtol=1e-5, msg=key)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.multiproc
+def test_hooks_of_steps_on_two_processes(run):
+    one = results.weights(run("Hooked", "trainer.accumulate_grad_batches=1"))
+    two = results.weights(run("Hooked", "trainer.accumulate_grad_batches=1", *TWO))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, atol=1e-6, rtol=1e-5, msg=key)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("name", "overrides", "stop"),
+    [
+        ("Accumulating", (), 6),
+        pytest.param("NormedGan", TWO, 17, marks=pytest.mark.exhaustive),
+        pytest.param("Hooked", (), 5, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_run_stopped_within_an_epoch_resumes_exactly(run, train, name, overrides, stop):
+    whole = run(name, *overrides)
+    stopped = run(name, *overrides, f"trainer.max_steps={stop}")
+    train(f"resume={stopped}", "trainer.max_steps=null")
+    for key, value in results.weights(whole).items():
+        assert torch.equal(results.weights(stopped)[key], value), key
+
+
+def test_settings_that_manual_optimization_refuses(run, capfd):
+    settings = ("strategy=fsdp", "trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=1")
+    run("Gan", *settings, status=2)
+    error = capfd.readouterr().err
+    assert "Gan has automatic_optimization = False, which can't go with:\n  strategy=FSDP" in error
+    assert "trainer.accumulate_grad_batches: " in error
+    assert "trainer.gradient_clip_val: call self.clip_gradients" in error
