@@ -493,7 +493,9 @@ class LightningTask:
         for name, value in values.items():
             set_name, _, short = name.rpartition("/")
             if set_name not in self._set_names:
-                set_name, short = "", name
+                # A name of the module with a slash in it.
+                set_name = ""
+                short = name
             own_name = self._log.own_name(part, short)
             if set_name:
                 own_name += f"/dataloader_idx_{self._set_names.index(set_name)}"
