@@ -49,17 +49,27 @@ AnyDataset = Any
 """A MapDataset, an IterableDataset, or a DataLoader."""
 
 
-class Sampler(Protocol):
-    """The order of the train part's samples; see `framework.samplers`."""
+class Order(Protocol):
+    """The samples of an epoch in their order: an int64 tensor, or an object that computes what is read of it."""
 
-    def __len__(self) -> int:
-        """Return the samples of an epoch, the same in every epoch."""
+    def __len__(self) -> int: ...
+    def __getitem__(self, positions: slice, /) -> Tensor:
+        """Return the int64 indices at positions [start, stop), where 0 <= start < stop <= len."""
         ...
 
-    def order(self, generator: Generator, *, batch_size: int) -> Tensor:
-        """Return the indices of an epoch in their order: shape (len,), int64, drawn from `generator` alone.
 
-        Consecutive `batch_size` samples make a global batch.
+class Sampler(Protocol):
+    """The order of the train part's samples; see `framework.samplers`.
+
+    It also has `__len__()`, the samples of an epoch; or `length(epoch)`, if epochs differ. Every process asks for
+    itself, also for epochs to come, so the answer must depend on the epoch alone.
+    """
+
+    def order(self, generator: Generator, *args: Any, **kwargs: Any) -> Order:
+        """Return the indices of an epoch in their order: as many as its length, drawn from `generator` alone.
+
+        Called with the keyword `batch_size`: that many consecutive samples make a global batch. If the method has a
+        parameter `epoch`, it gets the epoch, counted from 0.
         """
         ...
 
@@ -331,7 +341,7 @@ class FitInfo:
     start_step: int
     # These steps, plus those left; None if that is unknown, as with a stream.
     total_steps: int | None
-    # None if that is unknown.
+    # None if that is unknown, or if epochs differ.
     steps_per_epoch: int | None
     max_epochs: int | None
     optimizer: Optimizer
@@ -341,6 +351,8 @@ class FitInfo:
     # of the last epoch, as `torch.optim.swa_utils.update_bn` computes them. Takes a forward pass over the training
     # data. Every rank must call it, after the last step of an epoch and before the next.
     batchnorm_statistics: Callable[[], Mapping[str, Tensor]] = field(default=dict, compare=False)
+    # Returns the steps of an epoch by its number; None if that is unknown. Epochs differ if the sampler says so.
+    steps_of_epoch: Callable[[int], int | None] = field(default=lambda _: None, compare=False)
 
 
 _LOGGED_BY_TRAINING = re.compile(r"loss|mfu|(samples|steps|tflop)_per_s|(lr|grad_norm)(/.+)?")

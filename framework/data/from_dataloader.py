@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -139,7 +140,7 @@ def _order(loader: DataLoader[Any]) -> tuple[Any, Sampler]:
         return subset, samplers.RandomSampler(subset)
     if isinstance(torch_sampler, RandomSampler):
         if torch_sampler.replacement or torch_sampler.num_samples != len(dataset):
-            uniform = [1.0] * len(dataset)
+            uniform = torch.ones(len(dataset))
             return dataset, samplers.WeightedRandomSampler(
                 dataset, uniform, torch_sampler.num_samples, torch_sampler.replacement
             )

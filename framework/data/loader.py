@@ -10,12 +10,12 @@ from itertools import tee
 from typing import Any, final
 
 import torch
-from torch import Tensor
 from torch.utils.data import Subset
 
 from framework.config.schema import LoaderKind
 from framework.data.batch_dataset import BatchDataset, BatchKey, BatchRequest
-from framework.data.batching import BatchPlan, count_windows
+from framework.data.batching import BatchPlan
+from framework.data.epochs import EpochSteps
 from framework.data.identity import DataIdentity, check_content, check_order, check_size, checksum_of
 from framework.data.order import GlobalOrder, WindowIndices, epoch_positions, windows
 from framework.data.prefetch import pins_memory, prefetch
@@ -31,7 +31,7 @@ from framework.errors import DataError
 from framework.system.formatting import format_bytes
 from framework.system.hardware import available_memory, threads_per_process
 from framework.system.rank_log import warn
-from framework.types import Batch, Collate, MapDataset, MicroBatch, Sampler, Waiting, Window
+from framework.types import Batch, Collate, MapDataset, MicroBatch, Order, Sampler, Waiting, Window
 
 MAX_WORKERS = 8
 DEVICE_SHARE = 0.25
@@ -175,8 +175,9 @@ class MapLoader:
 
     All ranks make one with the same arguments except rank and device.
 
-    split: `train`, `val` or `test`, for messages. sampler: in place of `shuffle`. limit: global batches per epoch at
-    most. Raises DataError if the dataset is empty.
+    split: `train`, `val` or `test`, for messages. sampler: in place of `shuffle`. limit: batches of each process per
+    epoch at most, or a share of them. accumulated: batches of a process in a step. Raises DataError if the dataset is
+    empty.
     """
 
     def __init__(
@@ -191,13 +192,10 @@ class MapLoader:
         seed: int = 0,
         shuffle: bool = False,
         sampler: Sampler | None = None,
-        limit: int | None = None,
+        limit: int | float | None = None,
+        accumulated: int = 1,
     ) -> None:
         num_samples = dataset_size(dataset, split=split)
-        self.size = num_samples
-        """Samples of an epoch, regardless of `limit`."""
-        if sampler is not None:
-            self.size = len(sampler)
         self.collates = options.collate_fn is not None
         """True if a collate function of the user's makes the batches: it may drop samples."""
         self.dataset_epoch: int | None = None
@@ -205,7 +203,9 @@ class MapLoader:
         self._dataset = dataset
         self._split = split
         self._rank = rank
-        self._order = GlobalOrder(self.size, seed, shuffle, sampler=sampler, num_samples=num_samples)
+        self._order = GlobalOrder(num_samples, seed, shuffle, sampler=sampler)
+        self.sizes = self._order.sizes
+        """Samples of each epoch, regardless of a limit."""
         self._sampler_listeners = EpochListeners(sampler, split=split, seed=seed, besides=(dataset, options.collate_fn))
         self._source = batch_source(dataset, split=split, seed=seed, device=device, options=options)
 
@@ -216,21 +216,20 @@ class MapLoader:
         self._saved_identity: DataIdentity | None = None
         self._is_checked = False
         # The order of the epoch that was begun last.
-        self._whole_order: Tensor | None = None
-        self._set_plan(plan, limit)
+        self._whole_order: Order | None = None
+        self._set_steps(EpochSteps(self.sizes, plan, limit, accumulated))
 
-    def _set_plan(self, plan: BatchPlan, limit: int | None) -> None:
-        self._plan = plan
-        self._limit = limit
-        self.global_batch_size = plan.global_batch_size
-        steps = count_windows(self.size, global_batch_size=plan.global_batch_size, drop_last=plan.drop_last)
-        if steps == 0:
+    def _set_steps(self, steps: EpochSteps) -> None:
+        self.steps = steps
+        """The optimizer steps of each epoch."""
+        self._plan = steps.plan
+        self.global_batch_size = steps.plan.global_batch_size
+        if steps.constant == 0:
             raise DataError(
-                f"data.drop_last=true leaves nothing of the {self._split} part: it has {self.size} samples, and a "
-                f"global batch takes {plan.global_batch_size}.\nUse a smaller data.batch_size (or "
+                f"data.drop_last=true leaves nothing of the {self._split} part: it has {self.sizes.constant} "
+                f"samples, and a global batch takes {self.global_batch_size}.\nUse a smaller data.batch_size (or "
                 "data.global_batch_size), or data.drop_last=false."
             )
-        self.steps_per_epoch = steps if limit is None else min(steps, limit)
 
     def replanned(self, plan: BatchPlan, *, limit: int | None = None) -> MapLoader:
         """Return a loader of the same data with another plan and limit. For a loader without a limit of its own.
@@ -238,7 +237,7 @@ class MapLoader:
         Use one of the two at a time; closing either closes both.
         """
         other = copy.copy(self)
-        other._set_plan(plan, limit)
+        other._set_steps(EpochSteps(self.sizes, plan, limit))
         return other
 
     @property
@@ -274,29 +273,31 @@ class MapLoader:
             limit: global batches of the epoch at most; None: the loader's own limit.
         """
         if limit is None:
-            limit = self._limit
+            limit = self.steps.of(epoch)
         dataset_epoch = epoch
         if self.dataset_epoch is not None:
             dataset_epoch = self.dataset_epoch
         self._source.set_epoch(dataset_epoch)
         self._sampler_listeners.set_epoch(dataset_epoch)
 
-        positions = epoch_positions(self._order, self._plan, start=start, limit=limit)
-        self._whole_order = self._order.indices(epoch, batch_size=self._plan.global_batch_size)
-        indices = self._whole_order[positions]
+        positions = epoch_positions(self.sizes.of(epoch), self._plan, start=start, limit=limit)
+        order = self._order.indices(epoch, batch_size=self._plan.global_batch_size)
+        self._whole_order = order
         if not self._is_checked:
             self._is_checked = True
-            self._check_data(indices, self._whole_order)
+            self._check_data(order, positions)
 
-        gathered = 0
         if isinstance(self._source, ResidentBatches):
-            gathered = yield from self._source.windows(indices, self._plan, rank=self._rank, epoch=epoch, start=start)
-        yield from self._loaded(indices[gathered:], epoch=epoch, dataset_epoch=dataset_epoch, start=start + gathered)
+            gathered = yield from self._source.windows(order, positions, self._plan, rank=self._rank, epoch=epoch)
+            positions = slice(positions.start + gathered, positions.stop)
+        yield from self._loaded(order, positions, epoch=epoch, dataset_epoch=dataset_epoch)
 
-    def _loaded(self, indices: Tensor, *, epoch: int, dataset_epoch: int, start: int) -> Iterator[Window]:
-        """Yield windows whose batches are loaded one by one. indices: from position `start` of the epoch on."""
+    def _loaded(self, order: Order, positions: slice, *, epoch: int, dataset_epoch: int) -> Iterator[Window]:
+        """Yield windows whose batches are loaded one by one. positions: those of the epoch's order to load."""
         # Requests run ahead of the window that is yielded.
-        rank_windows, requested = tee(windows(indices, self._plan, rank=self._rank, start=start))
+        rank_windows, requested = tee(
+            windows(order, self._plan, rank=self._rank, start=positions.start, end=positions.stop)
+        )
         batches = self._source.batches(_requests(requested, epoch=epoch, dataset_epoch=dataset_epoch))
         for window in rank_windows:
             # Loads nothing before it is asked to.
@@ -304,17 +305,17 @@ class MapLoader:
             number = len(window.micro_batches)
             yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
 
-    def _check_data(self, indices: Tensor, whole_order: Tensor) -> None:
+    def _check_data(self, order: Order, positions: slice) -> None:
         """Load some samples twice and warn if they differ. Raise CheckpointError if the data isn't the checkpoint's.
 
         Args:
-            indices: Of the samples that this epoch will load.
-            whole_order: The order of the whole epoch.
+            order: That of the whole epoch.
+            positions: Of the samples that will be loaded of it.
         """
         saved = self._saved_identity
         self._saved_identity = None
         if saved is not None:
-            check_order(saved, whole_order)
+            check_order(saved, order)
 
         is_plain = isinstance(self._source, ResidentBatches) and self._source.samples.transform is None
         if not is_plain:
@@ -322,7 +323,8 @@ class MapLoader:
                 chosen = list(saved.indices)
             else:
                 # Some more than are needed: a sampler may draw a sample several times.
-                distinct = dict.fromkeys(indices[: NUM_SAMPLES**2].tolist())
+                end = min(positions.stop, positions.start + NUM_SAMPLES**2)
+                distinct = dict.fromkeys(order[positions.start : end].tolist())
                 chosen = list(distinct)[:NUM_SAMPLES]
             checked = self._source.check(chosen)
             self._warn_of(checked)

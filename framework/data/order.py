@@ -7,75 +7,142 @@ batches on any number of processes, and a run may resume in the middle of an epo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from framework.data.batching import BatchPlan, count_windows, micro_batches
+from framework.data.epochs import EpochSizes, takes_epoch
 from framework.data.keyed_random import KeyedRandom
+from framework.data.permutation import in_order, shuffled
 from framework.distributed.seed import mix
 from framework.errors import DataError
-from framework.types import MicroIndices, Sampler
+from framework.types import MicroIndices, Order, Sampler
+
+_READ_AT_ONCE = 1 << 16
+"""Samples: one slice of an order that is computed costs about 0.1 ms, however short it is."""
 
 
-@dataclass(frozen=True)
+@final
 class GlobalOrder:
-    """The order in which `size` samples are consumed: of a sampler, shuffled again every epoch, or as they are.
+    """The order in which `num_samples` are consumed: of a sampler, shuffled again every epoch, or as they are."""
 
-    num_samples: of the dataset, which a sampler's indices must be of.
-    """
+    def __init__(self, num_samples: int, seed: int, shuffle: bool, sampler: Sampler | None = None) -> None:
+        self.sizes = EpochSizes(num_samples, sampler)
+        self._num_samples = num_samples
+        self._seed = seed
+        self._shuffle = shuffle
+        self._sampler = sampler
 
-    size: int
-    seed: int
-    shuffle: bool
-    sampler: Sampler | None = None
-    num_samples: int = 0
+    def indices(self, epoch: int, *, batch_size: int = 1) -> Order:
+        """Return the dataset's indices in the order of this epoch: int64, on the CPU.
 
-    def indices(self, epoch: int, *, batch_size: int = 1) -> Tensor:
-        """Return the dataset's indices in the order of this epoch: shape (size,), int64, on the CPU.
-
-        batch_size: samples of a global batch. Raises DataError for a sampler that returns anything else.
+        batch_size: samples of a global batch. Raises DataError for a sampler that returns anything else; if its order
+        is computed slice by slice, so is the check.
         """
-        if self.sampler is None and not self.shuffle:
-            return torch.arange(self.size)
-        generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
-        if self.sampler is None:
-            return torch.randperm(self.size, generator=generator)
-        # A sampler may also draw from other generators, and every rank must get the same order.
-        random = KeyedRandom(self.sampler)
-        with random.preserved():
-            random.seed(mix(self.seed, "sampler", epoch))
-            order: Any = self.sampler.order(generator, batch_size=batch_size)
+        generator = torch.Generator().manual_seed(mix(self._seed, "order", epoch))
+        if self._sampler is not None:
+            return self._of_sampler(self._sampler, epoch, generator, batch_size=batch_size)
+        if self._shuffle:
+            return shuffled(self._num_samples, generator)
+        return in_order(self._num_samples)
 
-        kind = type(self.sampler).__name__
-        if not isinstance(order, Tensor):
-            raise DataError(f"{kind}.order returned {order!r}. It must return int64 indices of shape ({self.size},).")
+    def _of_sampler(self, sampler: Sampler, epoch: int, generator: torch.Generator, *, batch_size: int) -> Order:
+        keywords = {"batch_size": batch_size}
+        if takes_epoch(sampler.order):
+            keywords["epoch"] = epoch
+        # A sampler may also draw from other generators, and every rank must get the same order.
+        random = KeyedRandom(sampler)
+        with random.preserved():
+            random.seed(mix(self._seed, "sampler", epoch))
+            order: Any = sampler.order(generator, **keywords)
+        check = _IndexCheck(type(sampler).__name__, size=self.sizes.of(epoch), num_samples=self._num_samples)
+        if isinstance(order, Tensor):
+            check.whole(order)
+            return order
+        return _CheckedOrder(order, check)
+
+
+class _IndexCheck(NamedTuple):
+    """Raises DataError for indices that a sampler mustn't return."""
+
+    # The class of the sampler.
+    kind: str
+    # Samples of the epoch, and of the dataset.
+    size: int
+    num_samples: int
+
+    def whole(self, order: Tensor) -> None:
         if order.shape != (self.size,) or order.dtype != torch.int64:
             raise DataError(
-                f"{kind}.order returned a tensor of shape {tuple(order.shape)}, {order.dtype}. It must return int64 "
-                f"indices of shape ({self.size},)."
+                f"{self.kind}.order returned a tensor of shape {tuple(order.shape)}, {order.dtype}. It must return "
+                f"int64 indices of shape ({self.size},)."
             )
-        if int(order.min()) < 0 or int(order.max()) >= self.num_samples:
-            raise DataError(f"{kind}.order returned indices outside of the {self.num_samples} samples.")
-        return order
+        self._range(order)
+
+    def object(self, order: Any) -> None:
+        """Check what is no tensor: it must have a length, and a slice of it must be one."""
+        first = None
+        if hasattr(order, "__len__") and hasattr(order, "__getitem__"):
+            first = order[0:1]
+        if not isinstance(first, Tensor):
+            raise DataError(
+                f"{self.kind}.order returned {order!r}. It must return int64 indices of shape ({self.size},), or an "
+                "object with a length whose slices are such indices."
+            )
+        if len(order) != self.size:
+            raise DataError(f"{self.kind}.order returned {len(order)} indices for an epoch of {self.size} samples.")
+
+    def part(self, indices: Any, *, begin: int, end: int) -> None:
+        is_right = isinstance(indices, Tensor) and indices.dtype == torch.int64 and indices.shape == (end - begin,)
+        if not is_right:
+            described = type(indices).__name__
+            if isinstance(indices, Tensor):
+                described = f"a tensor of shape {tuple(indices.shape)}, {indices.dtype}"
+            raise DataError(
+                f"The order that {self.kind}.order returned has {described} at [{begin}:{end}]. A slice of it must be "
+                f"int64 indices of shape ({end - begin},)."
+            )
+        self._range(indices)
+
+    def _range(self, indices: Tensor) -> None:
+        if int(indices.min()) < 0 or int(indices.max()) >= self.num_samples:
+            raise DataError(f"{self.kind}.order returned indices outside of the {self.num_samples} samples.")
+
+
+@final
+class _CheckedOrder:
+    """The order of a sampler that computes it slice by slice. Checks each slice that is read."""
+
+    def __init__(self, order: Order, check: _IndexCheck) -> None:
+        check.object(order)
+        self._order = order
+        self._check = check
+
+    def __len__(self) -> int:
+        return self._check.size
+
+    def __getitem__(self, positions: slice) -> Tensor:
+        indices = self._order[positions]
+        self._check.part(indices, begin=positions.start, end=positions.stop)
+        return indices
 
 
 def epoch_indices(
     order: GlobalOrder, plan: BatchPlan, *, epoch: int, start: int = 0, limit: int | None = None
 ) -> Tensor:
     """Return the indices that `epoch` consumes from its sample `start` on: int64, on the CPU. See `epoch_positions`."""
-    positions = epoch_positions(order, plan, start=start, limit=limit)
+    positions = epoch_positions(order.sizes.of(epoch), plan, start=start, limit=limit)
     return order.indices(epoch, batch_size=plan.global_batch_size)[positions]
 
 
-def epoch_positions(order: GlobalOrder, plan: BatchPlan, *, start: int, limit: int | None) -> slice:
-    """Return the slice of its order that an epoch consumes from its sample `start` on.
+def epoch_positions(size: int, plan: BatchPlan, *, start: int, limit: int | None) -> slice:
+    """Return the slice of its order that an epoch of `size` samples consumes from its sample `start` on.
 
     limit: global batches of the epoch at most. Raises DataError if `start` isn't inside the epoch.
     """
-    end = order.size
+    end = size
     if limit is not None:
         end = min(end, limit * plan.global_batch_size)
     if not 0 <= start < end:
@@ -106,14 +173,17 @@ class WindowIndices(NamedTuple):
     epoch_end: bool
 
 
-def windows(indices: Tensor, plan: BatchPlan, *, rank: int, start: int = 0) -> Iterator[WindowIndices]:
-    """Yield this rank's part of each global batch of what an epoch consumes; the last, short one is kept.
+def windows(
+    order: Order, plan: BatchPlan, *, rank: int, start: int = 0, end: int | None = None
+) -> Iterator[WindowIndices]:
+    """Yield this rank's part of each global batch at the positions [start, end) of an order.
 
-    indices: those of the epoch from its position `start` on.
+    end: None: that of the order. The last, short batch is kept.
     """
+    if end is None:
+        end = len(order)
     full = micro_batches(plan, global_count=plan.global_batch_size, rank=rank)
-    for begin in range(0, len(indices), plan.global_batch_size):
-        batch = indices[begin : begin + plan.global_batch_size]
+    for position, batch in _global_batches(order, plan.global_batch_size, start=start, end=end):
         count = len(batch)
         ranges = full
         if count < plan.global_batch_size:
@@ -124,5 +194,14 @@ def windows(indices: Tensor, plan: BatchPlan, *, rank: int, start: int = 0) -> I
             # Any sample of it will do as a stand-in: its loss is multiplied by 0.
             loaded = micro_range or range(1)
             micro.append(MicroIndices(batch[loaded.start : loaded.stop], len(micro_range)))
-            positions.append(start + begin + loaded.start)
-        yield WindowIndices(tuple(micro), tuple(positions), count, epoch_end=begin + count == len(indices))
+            positions.append(position + loaded.start)
+        yield WindowIndices(tuple(micro), tuple(positions), count, epoch_end=position + count == end)
+
+
+def _global_batches(order: Order, batch_size: int, *, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the position and the indices of each global batch."""
+    read_at_once = batch_size * max(1, _READ_AT_ONCE // batch_size)
+    for begin in range(start, end, read_at_once):
+        batches = order[begin : min(end, begin + read_at_once)].split(batch_size)
+        for number, batch in enumerate(batches):
+            yield begin + number * batch_size, batch

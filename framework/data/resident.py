@@ -28,7 +28,7 @@ from framework.data.tensor_samples import TensorSamples, row_bytes
 from framework.distributed.seed import fingerprint
 from framework.errors import DataError
 from framework.system.formatting import format_bytes
-from framework.types import Batch, MapDataset, MicroBatch, MicroIndices, Window
+from framework.types import Batch, MapDataset, MicroBatch, MicroIndices, Order, Window
 
 _MAX_BYTES = 1 << 20
 """Gathered at once."""
@@ -77,18 +77,19 @@ class ResidentBatches:
             yield self.samples.pack(tensors)
 
     def windows(
-        self, order: Tensor, plan: BatchPlan, *, rank: int, epoch: int, start: int
+        self, order: Order, positions: slice, plan: BatchPlan, *, rank: int, epoch: int
     ) -> Generator[Window, None, int]:
         """Yield this rank's windows of the whole global batches in `order`; return how many samples these are.
 
         Gathers several windows at a time; none, and returns 0, if one is too large for that.
 
         Args:
-            order: The indices that are left of the epoch.
-            start: The position of the first of them in the order of the epoch.
+            order: That of the whole epoch.
+            positions: Of the samples that are left of it.
         """
         global_size = plan.global_batch_size
-        num_windows = len(order) // global_size
+        num_left: int = positions.stop - positions.start
+        num_windows = num_left // global_size
         micro_ranges = micro_batches(plan, global_count=global_size, rank=rank)
         sizes = [len(micro_range) for micro_range in micro_ranges]
 
@@ -106,18 +107,19 @@ class ResidentBatches:
         for micro_range in micro_ranges:
             columns += [min(micro_range[0] + i, micro_range[-1]) for i in range(stride)]
         column_index = torch.tensor(columns)
-        whole = order[: num_windows * global_size]
-        chunks = whole.view(-1, global_size).index_select(1, column_index).split(at_once)
-        begins = start + global_size * torch.arange(num_windows)
-        positions = (begins.unsqueeze(1) + column_index).split(at_once)
-        requests = (
-            _Rows(chunk.flatten(), chunk_positions.flatten(), epoch)
-            for chunk, chunk_positions in zip(chunks, positions, strict=True)
-        )
+        num_samples = num_windows * global_size
 
-        is_all = len(whole) == len(order)
+        def requests() -> Iterator[_Rows]:
+            end = positions.start + num_samples
+            for begin in range(positions.start, end, at_once * global_size):
+                chunk = order[begin : min(end, begin + at_once * global_size)].view(-1, global_size)
+                begins = begin + global_size * torch.arange(len(chunk))
+                chunk_positions = begins.unsqueeze(1) + column_index
+                yield _Rows(chunk.index_select(1, column_index).flatten(), chunk_positions.flatten(), epoch)
+
+        is_all = num_samples == num_left
         windows_left = num_windows
-        for indices, tensors in self._gathered(requests):
+        for indices, tensors in self._gathered(requests()):
             columns_of_batches = [_views(tensor, stride, sizes) for tensor in tensors]
             batches = map(self.samples.pack, zip(*columns_of_batches, strict=True))
             micro = map(MicroBatch, batches, cycle(sizes))
@@ -129,7 +131,7 @@ class ResidentBatches:
                 windows_left -= 1
                 is_last = is_all and windows_left == 0
                 yield Window(iter(window_micro), len(sizes), global_size, is_last, window_indices)
-        return len(whole)
+        return num_samples
 
     def close(self) -> None:
         """Nothing to close."""

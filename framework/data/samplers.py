@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
+from framework.data.permutation import in_order, shuffled
 from framework.data.tensor_samples import as_tensor_samples
 from framework.errors import ConfigError
-from framework.types import MapDataset
+from framework.types import MapDataset, Order
 
 _POOL = 50
 """Batches that LengthSampler sorts together."""
+_MULTINOMIAL_MOST = 2**24
+"""Categories that `torch.multinomial` takes."""
+_DRAWN_AT_ONCE = 2**22
 
 
 @final
@@ -33,8 +37,8 @@ class RandomSampler:
     def __len__(self) -> int:
         return self._size
 
-    def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
-        return torch.randperm(self._size, generator=generator)
+    def order(self, generator: torch.Generator, *, batch_size: int) -> Order:
+        return shuffled(self._size, generator)
 
 
 @final
@@ -47,8 +51,8 @@ class SequentialSampler:
     def __len__(self) -> int:
         return self._size
 
-    def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
-        return torch.arange(self._size)
+    def order(self, generator: torch.Generator, *, batch_size: int) -> Order:
+        return in_order(self._size)
 
 
 @final
@@ -98,7 +102,11 @@ class WeightedRandomSampler:
         return self._num_samples
 
     def order(self, generator: torch.Generator, *, batch_size: int) -> Tensor:
-        return torch.multinomial(self._weights, self._num_samples, self._replacement, generator=generator)
+        if len(self._weights) <= _MULTINOMIAL_MOST:
+            return torch.multinomial(self._weights, self._num_samples, self._replacement, generator=generator)
+        if self._replacement:
+            return _drawn_with_replacement(self._weights, self._num_samples, generator)
+        return _drawn_without_replacement(self._weights, self._num_samples, generator)
 
 
 @final
@@ -219,6 +227,30 @@ class MixtureSampler:
                 order[places] = begin + torch.cat(rounds)[: len(places)]
             begin += size
         return order
+
+
+def _drawn_with_replacement(weights: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+    """Return indices drawn by where uniform numbers fall among the cumulative weights: inverse transform sampling."""
+    ends = weights.cumsum(0)
+    total = ends[-1]
+    # The last one with a weight: rounding may lead past it.
+    last = int(weights.nonzero()[-1])
+    order = torch.empty(num_samples, dtype=torch.int64)
+    for drawn in order.split(_DRAWN_AT_ONCE):
+        uniform = torch.rand(len(drawn), dtype=torch.float64, generator=generator)
+        # With right=True, a sample of weight 0, whose end is that of the one before, is never found.
+        torch.searchsorted(ends, uniform * total, right=True, out=drawn)
+        drawn.clamp_(max=last)
+    return order
+
+
+def _drawn_without_replacement(weights: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+    """Return the samples whose exponential clocks ring first, at rates that are the weights.
+
+    That is how `torch.multinomial` draws, too (Efraimidis and Spirakis, 2006).
+    """
+    times = torch.empty_like(weights).exponential_(generator=generator).div_(weights)
+    return times.topk(num_samples, largest=False).indices
 
 
 def column(dataset: Any, name: str | int, *, key: str) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from framework.data.batching import BatchPlan, count_windows
+from framework.data.epochs import EpochSteps
 from framework.data.identity import DataIdentity, check_size
 from framework.data.prefetch import SideStream, pins_memory, prefetch
 from framework.data.shard_reader import is_same_sample
@@ -72,7 +73,7 @@ class StreamLoader:
         check_state: Raises for a state of the dataset that can't be saved; None if none is to be.
     """
 
-    size = None
+    sizes = None
     """Unknown: a stream has no length."""
 
     whole = None
@@ -113,10 +114,11 @@ class StreamLoader:
         self.collates = plan.collate_fn is not None
         """True if a collate function of the user's makes the batches: it may drop samples."""
         self.global_batch_size = plan.batches.global_batch_size
-        self.steps_per_epoch: int | None = None
-        """At most; None if unknown."""
+        self.steps: EpochSteps | None = None
+        """The optimizer steps of each epoch at most; None if unknown."""
         if plan.limit is not None:
-            self.steps_per_epoch = count_windows(plan.limit, global_batch_size=self.global_batch_size)
+            num_windows = count_windows(plan.limit, global_batch_size=self.global_batch_size)
+            self.steps = EpochSteps(None, plan.batches, num_windows)
 
     @property
     def plan(self) -> BatchPlan:

@@ -15,6 +15,7 @@ from framework.checkpoint.reader import load_progress
 from framework.config.optimizers import optimizer_configs
 from framework.config.schema import Node, ProgressMode, TrainerConfig
 from framework.config.written import written_config
+from framework.data.epochs import EpochSizes
 from framework.data.loader import EvalLoader, MapLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.gloo_threads import let_gloo_finish_messages
@@ -77,7 +78,7 @@ def build_trainer(
     if checkpoint is not None:
         resumed = load_progress(checkpoint)
     optimizer, schedule = _build_optimizer_and_schedule(
-        setup, assembled, param_groups, objectives=objectives, size=train_loader.size, resumed=resumed
+        setup, assembled, param_groups, objectives=objectives, sizes=train_loader.sizes, resumed=resumed
     )
 
     # Only rank 0 logs.
@@ -185,22 +186,22 @@ def _build_optimizer_and_schedule(
     param_groups: ParamGroups,
     *,
     objectives: Objectives | None,
-    size: int | None,
+    sizes: EpochSizes | None,
     resumed: Mapping[str, int] | None,
 ) -> tuple[Optimizer, Schedule | Schedules]:
     """Return the optimizer of this rank's parameters, or all of several, and its learning-rate schedule.
 
     Args:
-        size: Samples of an epoch; None for a stream.
+        sizes: Samples of each epoch; None for a stream.
         resumed: The progress of the checkpoint that will be restored.
     """
     # The length is that of the requested run, of which `trainer.fast_dev_run` only makes the first steps.
     requested = setup.requested
-    steps_per_epoch = run_length.steps_per_epoch(requested.trainer, setup.plan, size=size)
+    steps = run_length.epoch_steps(requested.trainer, setup.plan, sizes=sizes)
     start = run_length.FROM_SCRATCH
     if resumed is not None:
-        start = run_length.start_of(resumed, size=size, steps_per_epoch=steps_per_epoch, plan=setup.plan)
-    total_steps = run_length.total_steps(requested.trainer, steps_per_epoch=steps_per_epoch, start=start)
+        start = run_length.start_of(resumed, steps=steps, plan=setup.plan)
+    total_steps = run_length.total_steps(requested.trainer, steps=steps, start=start)
 
     # Fused optimizers take no sparse gradients. With a scaler they skip an overflowing step themselves, and the trainer
     # wouldn't see it.
@@ -217,7 +218,7 @@ def _build_optimizer_and_schedule(
         setup.config.scheduler,
         optimizer,
         param_groups.configs,
-        length=partial(run_length.schedule_length, requested, steps_per_epoch, objectives=objectives, start=start),
+        length=partial(run_length.schedule_length, requested, steps, objectives=objectives, start=start),
     )
     return optimizer, schedule
 

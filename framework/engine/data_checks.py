@@ -9,6 +9,7 @@ from torch.utils.data import IterableDataset
 from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
+from framework.data.epochs import EpochSteps
 from framework.errors import ConfigError
 from framework.strategies.base import Strategy
 from framework.system.formatting import format_count
@@ -77,35 +78,35 @@ def _mistakes_of_a_train_stream(config: Config, strategy: Strategy) -> Iterator[
 
 
 def check_validation(
-    config: Config, datasets: Datasets, *, steps_per_epoch: int | None, start: Start = FROM_SCRATCH
+    config: Config, datasets: Datasets, *, steps: EpochSteps | None, start: Start = FROM_SCRATCH
 ) -> str | None:
-    """Return a warning if training ends before the first validation is due."""
-    steps = total_steps(config.trainer, steps_per_epoch=steps_per_epoch, start=start)
-    if steps is None or steps <= start.step:
+    """Return a warning if training ends before the first validation is due. steps: of each epoch, None if unknown."""
+    total = total_steps(config.trainer, steps=steps, start=start)
+    if total is None or total <= start.step:
         return None
     if datasets.val is None or config.trainer.limit_val_batches == 0:
         return None
-    first = _first_validation(config, datasets, steps_per_epoch=steps_per_epoch, start=start)
-    if first is None or first <= steps:
+    first = _first_validation(config, datasets, steps=steps, start=start)
+    if first is None or first <= total:
         return None
-    end = format_count(steps, "step")
+    end = format_count(total, "step")
     return (
         f"Nothing will be validated: training ends after {end}, and the first validation is due after "
-        f"{first}. Use trainer.val_check_interval={steps} to validate at the end."
+        f"{first}. Use trainer.val_check_interval={total} to validate at the end."
     )
 
 
-def _first_validation(config: Config, datasets: Datasets, *, steps_per_epoch: int | None, start: Start) -> int | None:
+def _first_validation(config: Config, datasets: Datasets, *, steps: EpochSteps | None, start: Start) -> int | None:
     """Return after how many steps the first validation is due; None if that is unknown, or none is."""
     interval = config.trainer.val_check_interval
     if interval is not None:
         return (start.step // interval + 1) * interval
     every_n_epoch = config.trainer.check_val_every_n_epoch
     # A stream's epochs may be shorter.
-    if every_n_epoch is None or steps_per_epoch is None or isinstance(datasets.train, IterableDataset):
+    if every_n_epoch is None or steps is None or isinstance(datasets.train, IterableDataset):
         return None
     epoch = (start.epoch // every_n_epoch + 1) * every_n_epoch - 1
-    return step_of_epoch_end(epoch, steps_per_epoch=steps_per_epoch, start=start)
+    return step_of_epoch_end(epoch, steps=steps, start=start)
 
 
 def check_metrics(config: Config, metrics: Collection[str]) -> None:

@@ -8,8 +8,8 @@ from torch.utils.data import IterableDataset, Subset
 
 from framework.config.schema import Config, TrainerConfig
 from framework.data.batching import BatchPlan, count_windows
+from framework.data.epochs import EpochSizes, apply_limit
 from framework.data.loader import dataset_size
-from framework.training.length import apply_limit
 from framework.types import Datasets, MapDataset
 
 
@@ -50,12 +50,10 @@ def apply_overfit_batches(datasets: Datasets, settings: TrainerConfig, plan: Bat
     return Datasets(train=few, val=few, test=None, collate_fn=datasets.collate_fn_of("train"))
 
 
-def train_size(datasets: Datasets, *, processes: int = 1) -> int:
-    """Return the samples of an epoch. Raises DataError if there are none, or fewer than `processes`."""
+def train_sizes(datasets: Datasets, *, processes: int = 1) -> EpochSizes:
+    """Return the samples of each epoch. Raises DataError if there are none, or fewer than `processes`."""
     size = dataset_size(datasets.train, split="train", processes=processes)
-    if datasets.sampler is not None:
-        return len(datasets.sampler)
-    return size
+    return EpochSizes(size, datasets.sampler)
 
 
 def first_samples(dataset: MapDataset, count: int) -> MapDataset:

@@ -12,15 +12,16 @@ from torch.utils.data import IterableDataset
 from framework.checkpoint.writer import check_plain
 from framework.config.schema import Config
 from framework.data.batching import BatchPlan, plan_batches
+from framework.data.epochs import apply_limit
 from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, dataset_size, worker_count
 from framework.data.stream import StreamLoader
 from framework.data.stream_plan import StreamPlan
 from framework.engine.builders.data import build_data
 from framework.engine.data_checks import check_streams
-from framework.engine.limits import first_samples, train_size
+from framework.engine.limits import first_samples
 from framework.engine.setup import RankSetup, plan_steps, procs_on_cores
 from framework.strategies.base import Strategy
-from framework.training.length import apply_limit, steps_per_epoch
+from framework.training.length import epoch_steps
 from framework.types import Collate, Datasets, DataShare, MapDataset
 
 
@@ -59,7 +60,7 @@ def make_train_loader(setup: RankSetup, datasets: Datasets) -> MapLoader | Strea
         return _train_stream_loader(setup, dataset, collate_fn)
 
     config = setup.config
-    size = train_size(datasets, processes=setup.plan.world_size)
+    dataset_size(dataset, split="train", processes=setup.plan.world_size)
     return MapLoader(
         dataset,
         split="train",
@@ -70,16 +71,17 @@ def make_train_loader(setup: RankSetup, datasets: Datasets) -> MapLoader | Strea
         seed=config.seed,
         shuffle=config.data.shuffle and config.trainer.overfit_batches is None,
         sampler=datasets.sampler,
-        limit=steps_per_epoch(config.trainer, setup.plan, size=size),
+        limit=config.trainer.limit_train_batches,
+        accumulated=config.trainer.accumulate_grad_batches,
     )
 
 
 def _train_stream_loader(setup: RankSetup, dataset: IterableDataset[Any], collate_fn: Collate | None) -> StreamLoader:
     config = setup.config
     num_samples = None
-    steps = steps_per_epoch(config.trainer, setup.plan, size=None)
+    steps = epoch_steps(config.trainer, setup.plan, sizes=None)
     if steps is not None:
-        num_samples = steps * setup.plan.global_batch_size
+        num_samples = steps.samples_of(0)
     check_state = None
     if config.checkpoint.enabled:
         check_state = partial(check_plain, name="the train stream's state_dict()")

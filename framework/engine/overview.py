@@ -104,12 +104,14 @@ def _steps(setup: RankSetup, trainer: Trainer) -> str:
             factors += f" × {plan.world_size} processes"
         batch += f" ({factors})"
 
-    per_epoch = trainer.train_loader.steps_per_epoch
-    steps = "an unknown number of steps"
-    if per_epoch is not None:
-        steps = format_count(per_epoch, "step")
-    text = f"{batch}, {steps} an epoch"
-    total = total_steps(setup.config.trainer, steps_per_epoch=per_epoch, start=trainer.start_of_run())
+    steps = trainer.train_loader.steps
+    shown = "an unknown number of steps"
+    if steps is not None:
+        shown = "different numbers of steps"
+        if steps.constant is not None:
+            shown = format_count(steps.constant, "step")
+    text = f"{batch}, {shown} an epoch"
+    total = total_steps(setup.config.trainer, steps=steps, start=trainer.start_of_run())
     if total is not None:
         text += f", {total:,} in total"
     return text

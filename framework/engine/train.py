@@ -162,7 +162,7 @@ def _warn_if_never_validated(setup: RankSetup, trainer: Trainer, datasets: Datas
     warning = check_validation(
         setup.config,
         datasets,
-        steps_per_epoch=trainer.train_loader.steps_per_epoch,
+        steps=trainer.train_loader.steps,
         start=trainer.start_of_run(),
     )
     if warning is not None and setup.context.is_main:

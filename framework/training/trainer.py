@@ -644,20 +644,25 @@ class Trainer:
 
     def _call_start_hooks(self) -> None:
         state = self.state
-        steps_per_epoch = self.train_loader.steps_per_epoch
+        steps = self.train_loader.steps
         start = self.start_of_run()
         info = FitInfo(
             model=state.bare_model,
             start_step=self.progress.step,
-            total_steps=total_steps(self.settings, steps_per_epoch=steps_per_epoch, start=start),
-            steps_per_epoch=steps_per_epoch,
+            total_steps=total_steps(self.settings, steps=steps, start=start),
+            steps_per_epoch=None if steps is None else steps.constant,
             steps_left_in_epoch=start.steps_left,
             max_epochs=self.settings.max_epochs,
             optimizer=state.optimizer,
             batchnorm_statistics=self._batchnorm_statistics,
+            steps_of_epoch=self._steps_of_epoch,
         )
         for hook in hooks(state.observers, "on_fit_start") + hooks(state.loggers.values(), "start"):
             hook(info)
+
+    def _steps_of_epoch(self, epoch: int) -> int | None:
+        steps = self.train_loader.steps
+        return None if steps is None else steps.of(epoch)
 
     def _batchnorm_statistics(self) -> dict[str, Tensor]:
         """Compute BatchNorm's statistics for the weights to evaluate; see `FitInfo`. Not counted as training time."""
@@ -751,12 +756,7 @@ class Trainer:
         To be called before the first step.
         """
         loader = self.train_loader
-        return start_of(
-            asdict(self.progress),
-            size=loader.size,
-            steps_per_epoch=loader.steps_per_epoch,
-            plan=loader.plan,
-        )
+        return start_of(asdict(self.progress), steps=loader.steps, plan=loader.plan)
 
     # For steps outside of `fit`, as job=tune makes them
 

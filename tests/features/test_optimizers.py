@@ -88,7 +88,7 @@ def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     epoch = 0
     tensors = [tensor.double() for tensor in data.tensors]
     while True:
-        for indices in order.indices(epoch).split(BATCH):
+        for indices in order.indices(epoch)[:].split(BATCH):
             yield tensors[0][indices], tensors[1][indices]
             steps -= 1
             if steps == 0:

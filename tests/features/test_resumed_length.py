@@ -12,6 +12,8 @@ import pytest
 from tests.helpers import results
 from tests.helpers.internals import (
     BatchPlan,
+    EpochSizes,
+    EpochSteps,
     GlobalOrder,
     Start,
     TrainerConfig,
@@ -114,7 +116,7 @@ def test_schedule_epochs_count_those_done_and_left(train, capfd):
 
 
 def made(size: int, plan: BatchPlan, *, epoch: int, samples: int, limit: int | None) -> int:
-    order = GlobalOrder(size, 0, False, num_samples=size)
+    order = GlobalOrder(size, 0, False)
     return len(list(windows(epoch_indices(order, plan, epoch=epoch, start=samples, limit=limit), plan, rank=0)))
 
 
@@ -142,8 +144,8 @@ class Resumed:
 )
 def test_total_steps_are_those_the_loader_yields(resumed: Resumed) -> None:
     plan = BatchPlan(resumed.batch, 1, world_size=1)
-    per_epoch = made(resumed.size, plan, epoch=0, samples=0, limit=resumed.limit)
-    start = start_of(resumed.progress, size=resumed.size, steps_per_epoch=per_epoch, plan=plan)
+    steps = EpochSteps(EpochSizes(resumed.size), plan, resumed.limit)
+    start = start_of(resumed.progress, steps=steps, plan=plan)
     settings: Any = TrainerConfig.__new__(TrainerConfig)
     object.__setattr__(settings, "max_epochs", resumed.epochs)
     object.__setattr__(settings, "max_steps", None)
@@ -151,5 +153,5 @@ def test_total_steps_are_those_the_loader_yields(resumed: Resumed) -> None:
     for epoch in range(resumed.progress["epoch"], resumed.epochs):
         samples = resumed.progress["samples"] if epoch == resumed.progress["epoch"] else 0
         left += made(resumed.size, plan, epoch=epoch, samples=samples, limit=resumed.limit)
-    assert total_steps(settings, steps_per_epoch=per_epoch, start=start) == resumed.progress["step"] + left
-    assert total_steps(settings, steps_per_epoch=None, start=Start(1, 30)) is None
+    assert total_steps(settings, steps=steps, start=start) == resumed.progress["step"] + left
+    assert total_steps(settings, steps=None, start=Start(1, 30)) is None

@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from framework.data.batch_tree import held_tensors, record_stream
     from framework.data.batching import BatchPlan, micro_batches, plan_batches, share
     from framework.data.draws import Draws
+    from framework.data.epochs import EpochSizes, EpochSteps, apply_limit
     from framework.data.folds import class_numbers, fold_numbers
     from framework.data.identity import DataIdentity
     from framework.data.keyed_random import KeyedRandom
@@ -104,6 +105,7 @@ if TYPE_CHECKING:
     )
     from framework.data.object_graph import reachable
     from framework.data.order import GlobalOrder, WindowIndices, epoch_indices, windows
+    from framework.data.permutation import Permutation, in_order, shuffled
     from framework.data.prefetch import pinned, prefetch, to_device
     from framework.data.stream import StreamLoader
     from framework.data.stream_plan import StreamPlan
@@ -294,7 +296,7 @@ if TYPE_CHECKING:
     from framework.training import trainer as trainer_module
     from framework.training.evaluation import Evaluator
     from framework.training.flops import peak_of_gpu, peak_of_run
-    from framework.training.length import Start, apply_limit, start_of, steps_per_epoch, total_steps
+    from framework.training.length import Start, epoch_steps, schedule_length, start_of, total_steps
     from framework.training.loss_weights import SummedWeights
     from framework.training.meter import Meter, bad_loss, bad_weights
     from framework.training.rank_states import fingerprints

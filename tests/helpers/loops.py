@@ -30,7 +30,7 @@ def toy_batches(
     order = GlobalOrder(len(data), seed=0, shuffle=shuffle)
     taken: list[Sequence[Tensor]] = []
     for epoch in range(epochs):
-        for indices in order.indices(epoch).split(batch_size)[:batches]:
+        for indices in order.indices(epoch)[:].split(batch_size)[:batches]:
             taken.append([tensor[indices] for tensor in data.tensors])
     return taken
 

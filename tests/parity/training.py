@@ -195,7 +195,7 @@ def steps_of(data: TensorDataset, *, ranks: int, passes: int, cuts: int = 1) -> 
     )
     order = GlobalOrder(len(data), seed=0, shuffle=True)
     for epoch in count():
-        for batch in order.indices(epoch).split(plan.global_batch_size):
+        for batch in order.indices(epoch)[:].split(plan.global_batch_size):
             of_ranks = []
             for rank in range(ranks):
                 parts = micro_batches(plan, global_count=len(batch), rank=rank)

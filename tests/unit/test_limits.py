@@ -14,13 +14,16 @@ from torch.utils.data import TensorDataset
 from framework import Strategy
 from framework.types import Datasets
 from tests.helpers.internals import (
+    BatchPlan,
     Config,
+    EpochSizes,
+    EpochSteps,
     apply_fast_dev_run,
     apply_limit,
     apply_overfit_batches,
+    epoch_steps,
     parse,
     plan_batches,
-    steps_per_epoch,
     steps_to_meeting,
     total_steps,
 )
@@ -82,7 +85,9 @@ def test_training_is_cut_to_whole_optimizer_steps(cut: Cut) -> None:
     for parts, procs in ((1, 1), (4, 1), (1, 4)):
         size = 4 * procs * cut.accumulate
         plan = plan_batches(batch_size=4, global_batch_size=size, world_size=procs, accumulate=cut.accumulate * parts)
-        assert steps_per_epoch(settings, plan, size=10 * size - 1) == cut.windows
+        steps = epoch_steps(settings, plan, sizes=EpochSizes(10 * size - 1))
+        assert steps is not None
+        assert steps.constant == cut.windows
 
 
 def test_overfitting_uses_whole_global_batches_of_all_ranks() -> None:
@@ -105,7 +110,8 @@ def test_a_fast_run_overrides_every_limit() -> None:
 def test_total_steps_is_the_limit_that_comes_first() -> None:
     for max_steps, max_epochs, steps in ((None, 3, 18), (5, 3, 5), (100, 3, 18), (7, None, 7), (None, None, None)):
         settings = config(max_steps=max_steps, max_epochs=max_epochs).trainer
-        assert total_steps(settings, steps_per_epoch=6) == steps
+        six = EpochSteps(EpochSizes(6), BatchPlan(1, 1, 1))
+        assert total_steps(settings, steps=six) == steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("own_state", "no_waiting_for_the_disk")
 def windows(epoch: int, *, accumulate: int = 1) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """The micro-batches of each optimizer step of an epoch: a last, short step has fewer and smaller ones."""
     data = samples()
-    for indices in GlobalOrder(SIZE, seed=0, shuffle=True).indices(epoch).split(BATCH * accumulate):
+    for indices in GlobalOrder(SIZE, seed=0, shuffle=True).indices(epoch)[:].split(BATCH * accumulate):
         yield [data[part] for part in indices.tensor_split(-(-len(indices) // BATCH))]
 
 

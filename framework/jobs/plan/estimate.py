@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from framework.config.parse import parse
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.data.batching import BatchPlan
+from framework.data.epochs import EpochSizes, EpochSteps
 from framework.data.folds import apply_folds
 from framework.data.loader import dataset_size
 from framework.distributed.context import Context
@@ -30,7 +31,7 @@ from framework.engine.builders.observers import build_callbacks
 from framework.engine.builders.optimizer import build_optimizer
 from framework.engine.builders.schedule import build_schedule
 from framework.engine.data_checks import check_metrics, check_streams, check_validation, streams_of
-from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches, train_size
+from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches, train_sizes
 from framework.engine.loaders import with_batch_sizes
 from framework.engine.setup import plan_steps, plan_training
 from framework.engine.state_bytes import average_bytes, checkpoint_bytes, optimizer_bytes, tensor_bytes
@@ -41,12 +42,13 @@ from framework.strategies.activation_checkpointing import apply_activation_check
 from framework.strategies.base import Strategy, StrategyCosts
 from framework.strategies.pipeline_stages import split_into_stages
 from framework.system.run_dir import RunDir
-from framework.training.length import schedule_length, steps_per_epoch, total_steps
+from framework.training.length import epoch_steps, schedule_length, total_steps
 from framework.types import Datasets, hooks
 
 _META = torch.device("meta")
 # Steps of an epoch, to check the set-up without data.
 _STAND_IN_STEPS = 1000
+_SHOWN_EPOCHS = 8
 
 
 def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,9 +78,11 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
         requested = with_batch_sizes(requested, datasets)
         config = with_batch_sizes(config, datasets)
         plan = plan_steps(config, context, strategy)
-    steps = _steps(config, plan, datasets)
+    steps = _epoch_steps(config, plan, datasets)
+    total = total_steps(config.trainer, steps=steps)
+    notes += _notes_of_lengths(config, steps)
     if datasets is not None:
-        warning = check_validation(config, datasets, steps_per_epoch=steps["per_epoch"])
+        warning = check_validation(config, datasets, steps=steps)
         if warning is not None:
             notes.append(warning)
 
@@ -90,9 +94,9 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     # Nothing is written to this directory.
     run_dir = RunDir(Path(config.path.outputs))
     callbacks = build_callbacks(config.callbacks, context=context, run_dir=run_dir)
-    requested_steps = _STAND_IN_STEPS
+    requested_steps: EpochSteps | None = EpochSteps(EpochSizes(_STAND_IN_STEPS * plan.global_batch_size), plan)
     if datasets is not None:
-        requested_steps = _steps(requested, plan, datasets)["per_epoch"]
+        requested_steps = _epoch_steps(requested, plan, datasets)
     sizes = _sizes(
         config,
         context,
@@ -101,7 +105,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
         # A callback that evaluates averaged weights keeps a second copy of the model, also in a checkpoint.
         averages=len(hooks(callbacks.values(), "evaluation_weights")),
         schedule_length=partial(schedule_length, requested, requested_steps, objectives=objectives),
-        total=steps["total"],
+        total=total,
         notes=notes,
     )
     costs = strategy.costs()
@@ -119,7 +123,12 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
             "num_microbatches": plan.micro_batches // config.trainer.accumulate_grad_batches,
         },
         "data": data,
-        "steps": steps,
+        "steps": {
+            "per_epoch": None if steps is None else steps.constant,
+            "total": total,
+            "max_epochs": config.trainer.max_epochs,
+            "max_steps": config.trainer.max_steps,
+        },
         **sizes,
         "notes": notes,
     }
@@ -160,21 +169,32 @@ def _data(
         notes.append("The train part is a stream: its number of samples and the steps of an epoch are unknown.")
     else:
         # Raises DataError if there are fewer samples than processes.
-        train_size(datasets, processes=plan.world_size)
+        train_sizes(datasets, processes=plan.world_size)
     return datasets, data
 
 
-def _steps(config: Config, plan: BatchPlan, datasets: Datasets | None) -> dict[str, Any]:
-    """Return the optimizer steps. If those of an epoch are unknown, the total is `max_steps`."""
-    settings = config.trainer
-    per_epoch = None
-    if datasets is not None:
-        size = None
-        if not isinstance(datasets.train, IterableDataset):
-            size = train_size(datasets)
-        per_epoch = steps_per_epoch(settings, plan, size=size)
-    total = total_steps(settings, steps_per_epoch=per_epoch)
-    return {"per_epoch": per_epoch, "total": total, "max_epochs": settings.max_epochs, "max_steps": settings.max_steps}
+def _epoch_steps(config: Config, plan: BatchPlan, datasets: Datasets | None) -> EpochSteps | None:
+    """Return the optimizer steps of each epoch; None if they are unknown."""
+    if datasets is None:
+        return None
+    sizes = None
+    if not isinstance(datasets.train, IterableDataset):
+        sizes = train_sizes(datasets)
+    return epoch_steps(config.trainer, plan, sizes=sizes)
+
+
+def _notes_of_lengths(config: Config, steps: EpochSteps | None) -> Iterator[str]:
+    """Yield a note with the steps of the first epochs if epochs differ."""
+    if steps is None or steps.constant is not None:
+        return
+    epochs = config.trainer.max_epochs
+    shown = _SHOWN_EPOCHS
+    if epochs is not None:
+        shown = min(epochs, _SHOWN_EPOCHS)
+    numbers = [f"{steps.of(epoch):,}" for epoch in range(shown)]
+    if epochs != shown:
+        numbers.append("…")
+    yield f"Epochs differ in length, as the sampler has it: {', '.join(numbers)} steps."
 
 
 # Model, optimizer, checkpoint

@@ -33,7 +33,7 @@ def find_batch_size(
         setup.data_share.world_size,
         config.trainer.accumulate_grad_batches,
         config.data.global_batch_size,
-        samples=loader.size,
+        samples=loader.sizes.of(0),
     )
     trials = Trials(setup, loader, sizing, averages=averages)
     memory = trials.memory

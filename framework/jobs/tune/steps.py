@@ -15,7 +15,7 @@ from framework.types import Window
 
 def full_steps(loader: MapLoader, plan: BatchPlan) -> MapLoader:
     """Return a loader of steps as planned, without a short one at the end of an epoch; at least one."""
-    return loader.replanned(plan, limit=max(1, loader.size // plan.global_batch_size))
+    return loader.replanned(plan, limit=max(1, loader.sizes.of(0) // plan.global_batch_size))
 
 
 def train_steps(trainer: Trainer, loader: MapLoader | StreamLoader, num_steps: int) -> Iterator[float]:

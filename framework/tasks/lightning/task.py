@@ -11,7 +11,7 @@ import inspect
 import math
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -173,6 +173,8 @@ class LightningTask:
         self._stage = "validation"
         self._batches_trained = 0
         self._batch_idx = 0
+        # Known once training begins.
+        self._steps_of_epoch: Callable[[int], int | None] = lambda _: None
         # The sets of the part that is evaluated, and the argument `dataloader_idx` of those that get one.
         self._sets: list[str] = []
         self._dataloader_idx: tuple[int, ...] = ()
@@ -379,6 +381,7 @@ class LightningTask:
         self._trainer.stage = "train"
         if self._manual is None:
             self._trainer.global_step = info.start_step
+        self._steps_of_epoch = info.steps_of_epoch
         if info.steps_per_epoch is not None:
             self._trainer.num_training_batches = info.steps_per_epoch * self._accumulated
         if not self._has_called_fit_start:
@@ -388,6 +391,9 @@ class LightningTask:
 
     def on_train_epoch_start(self, info: EpochInfo) -> None:
         self._trainer.current_epoch = info.epoch
+        steps = self._steps_of_epoch(info.epoch)
+        if steps is not None:
+            self._trainer.num_training_batches = steps * self._accumulated
         self._batches_trained = 0
         self._train_modes.set()
         with self._log.within("train"):

@@ -26,9 +26,9 @@ from tests.helpers.internals import (
     JobName,
     check_plain,
     check_streams,
+    epoch_steps,
     first_batch,
     parse,
-    steps_per_epoch,
 )
 from tests.helpers.rank_pool import RankPool
 from tests.unit.config.raw import raw_config
@@ -219,8 +219,10 @@ def test_an_epoch_ends_as_stop_or_join_says(rank_pool: RankPool) -> None:
         assert "DataError: The train stream gives no sample in epoch 0." in of_stop
         assert "With data.stream=stop every process needs one: use data.stream=join, or fewer processes." in of_stop
         assert "DataError: The train stream gives no sample in epoch 0" in of_none
-    assert make_loader(Parts([9]), limit=8).steps_per_epoch == 4
-    assert make_loader(Parts([9])).steps_per_epoch is None
+    limited = make_loader(Parts([9]), limit=8).steps
+    assert limited is not None
+    assert limited.constant == 4
+    assert make_loader(Parts([9])).steps is None
 
 
 def resume(context: Context, then: Case, now: Case, states: list[Any] | None, samples: int) -> Any:
@@ -523,5 +525,6 @@ def test_what_a_stream_cannot_give_is_refused(case: WithStream) -> None:
 def test_a_limit_counts_batches_of_each_process() -> None:
     plan = BatchPlan(12, 2, 3)
     limited = [config(limit_train_batches=n, accumulate_grad_batches=2).trainer for n in (1, 2, 3)]
-    assert [steps_per_epoch(each, plan, size=None) for each in limited] == [1, 1, 2]
-    assert steps_per_epoch(config().trainer, plan, size=None) is None
+    numbers = [epoch_steps(each, plan, sizes=None) for each in limited]
+    assert [each and each.constant for each in numbers] == [1, 1, 2]
+    assert epoch_steps(config().trainer, plan, sizes=None) is None
