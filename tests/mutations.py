@@ -356,8 +356,8 @@ DATA = [
         name="every-epoch-in-the-same-order",
         caught_by="tests/unit/data/test_sampler.py::test_seed_and_epoch_decide_the_permutation",
         within="GlobalOrder.indices",
-        old='mix(self.seed, "order", epoch)',
-        new='mix(self.seed, "order")',
+        old='mix(self._seed, "order", epoch)',
+        new='mix(self._seed, "order")',
         what="Shuffling gives the same order in every epoch.",
     ),
     Mutation(

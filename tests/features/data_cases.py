@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from framework import Batch, Datasets, StepOutput, samplers
+from framework import Batch, Callback, Datasets, StepInfo, StepOutput, Stop, samplers
 
 SIZE = 40
 
@@ -172,3 +172,46 @@ def huggingface(streams: bool = False) -> Datasets:
     if streams:
         return Datasets(whole.to_iterable_dataset(num_shards=2).with_format("torch"))
     return Datasets(whole.with_format("torch"), whole.with_format("torch").select(range(9)))
+
+
+class Growing:
+    """A curriculum: the first 7 samples in epoch 0, and 13 more in every epoch.
+
+    Args:
+        computes: The order is an object that computes the slices that are read, not a tensor.
+        wrong: A mistake, which must be refused.
+    """
+
+    def __init__(self, dataset: Any, computes: bool = False, wrong: str = "") -> None:
+        self.computes = computes
+        self.wrong = wrong
+        self.calls = 0
+
+    def length(self, epoch: int) -> Any:
+        self.calls += 1
+        lengths = {"nothing": 0, "changing": self.calls, "float": 7.0}
+        return lengths.get(self.wrong, min(SIZE, 7 + 13 * epoch))
+
+    def order(self, generator: torch.Generator, *, batch_size: int, epoch: int) -> Any:
+        order = torch.randperm(self.length(epoch), generator=generator)
+        if self.wrong == "slices":
+            order = order.int()
+        if self.wrong == "fewer":
+            order = order[1:]
+        return Computed(order) if self.computes else order
+
+
+class Computed:
+    def __init__(self, order: Tensor) -> None:
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, positions: slice) -> Tensor:
+        return self._order[positions]
+
+
+class StopAt(Callback):
+    def on_train_step_end(self, info: StepInfo) -> Stop | None:
+        return Stop("enough") if info.step == 3 else None

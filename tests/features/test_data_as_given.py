@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Mapping
 from itertools import chain
@@ -122,6 +123,86 @@ def test_steps_take_the_same_samples_on_any_topology(taken, name):
         longest = [length * len(step) for step, length in one]
         shuffled = [length * len(step) for step, length in taken(DATA["shuffled"])]
         assert sum(longest) < 0.8 * sum(shuffled)
+
+
+def growing(**keywords):
+    """A curriculum of 7, 20, 33, 40, 40, … samples, which are 2, 4, 6, 7, 7, … steps."""
+    return {"collate_fn": PAD, "sampler": {"_target_": f"{CASES}.Growing", **keywords}}
+
+
+@pytest.mark.multiproc
+def test_epochs_may_differ_in_length(taken, train, tmp_path):
+    three = "trainer.max_epochs=3"
+    one = taken(growing(), three)
+    assert [len(step) for step, _ in one] == [6, 1, 6, 6, 6, 2, 6, 6, 6, 6, 6, 3]
+    samples = all_samples(one)
+    for begin, size in ((0, 7), (7, 20), (27, 33)):
+        assert sorted(samples[begin : begin + size]) == list(range(size))
+    # In the middle of epochs 0, 1 and 2.
+    for step in (1, 3, 8):
+        assert taken(growing(), three, resumed_at=step) == one
+    assert taken(growing(computes=True), three, resumed_at=3) == one
+    for (step, _), (same, _) in zip(taken(growing(computes=True), three, ranks=2), one, strict=True):
+        # The step of a single sample gives the second rank the same one, at weight 0.
+        assert set(step) == set(same)
+
+    # From one process to two, in the middle of epoch 1.
+    part = train("recipe=given", three, "trainer.max_steps=3", "topology.procs_per_node=1")
+    for file in tmp_path.glob("rank_*"):
+        file.unlink()
+    train(f"resume={part}", "trainer.max_steps=null", "topology.procs_per_node=2")
+    ranks = [(tmp_path / f"rank_{rank}").read_text() for rank in range(2)]
+    left = [int(number) for text in ranks for number in re.findall(r"\d+(?=[,\]])", text)]
+    assert sorted(left) == sorted(all_samples(one[3:]))
+
+
+def test_schedules_and_plans_follow_the_length_of_each_epoch(run, train, fork_server, tmp_path, monkeypatch, capfd):
+    whole = run(growing(), "trainer.max_epochs=3", "scheduler=cosine", "optimizer.lr=1")
+    rates = results.curve(whole, "train/lr")
+    assert rates == pytest.approx({step: (1 + math.cos(math.pi * (step - 1) / 12)) / 2 for step in range(1, 13)})
+    part = run(
+        growing(),
+        "trainer.max_epochs=3",
+        "scheduler=cosine",
+        "optimizer.lr=1",
+        f"+callbacks.stop._target_={CASES}.StopAt",
+    )
+    assert results.results(part)["steps"] == 3
+    resumed = train(f"resume={part}", "callbacks=none")
+    assert results.curve(resumed, "train/lr") == rates
+    by_epoch = run(
+        growing(), "trainer.max_epochs=null", "trainer.max_steps=7", "scheduler=cosine", "scheduler.interval=epoch"
+    )
+    # Three epochs are begun.
+    assert len(set(results.curve(by_epoch, "train/lr").values())) == 3
+
+    monkeypatch.chdir(tmp_path)
+    capfd.readouterr()
+    plan = ["job=plan", "recipe=given", "trainer.gpus=0", "plan.format=json"]
+    assert (
+        compose.main([*plan, "trainer.max_epochs=4", "trainer.limit_train_batches=0.5"], fork_server=fork_server) == 0
+    )
+    planned = json.loads(capfd.readouterr().out)
+    assert planned["steps"]["per_epoch"] is None
+    assert planned["steps"]["total"] == 1 + 2 + 3 + 3
+    assert "1, 2, 3, 3 steps" in " ".join(planned["notes"])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "overrides", "said"),
+    [
+        ({"wrong": "nothing"}, (), r"Growing\.length\(0\) returned 0\. It must return the samples of that epoch"),
+        ({"wrong": "float"}, (), r"Growing\.length\(0\) returned 7\.0\."),
+        ({"wrong": "changing"}, (), r"returned 1, and 2 when it was called again"),
+        ({"wrong": "fewer"}, (), r"shape \(6,\), torch\.int64\. It must return int64 indices of shape \(7,\)"),
+        ({"wrong": "fewer", "computes": True}, (), "returned 6 indices for an epoch of 7 samples"),
+        ({"wrong": "slices", "computes": True}, (), r"has a tensor of shape \(7,\), torch\.int32 at \[0:7\]"),
+        ({}, ("data.drop_last=true", "data.global_batch_size=8"), "leaves nothing of epoch 0: it has 7 samples"),
+    ],
+)
+def test_a_wrong_length_or_order_is_refused(run, capfd, keywords, overrides, said):
+    run(growing(**keywords), *overrides, status=2)
+    assert re.search(said, capfd.readouterr().err.replace("\n", " "))
 
 
 LOADERS = {

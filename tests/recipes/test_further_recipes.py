@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import results
+from tests.helpers.documents import write_shown_files
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
@@ -84,3 +85,20 @@ def test_a_network_for_digits_learns_another_head(train, shared_run, data_root, 
     assert kept == {name for name in begun if name.startswith("features")}
     assert set(results.curve(run_dir, "train/lr/features").values()) == {0.0001}
     assert "left out: classifier.3.weight, classifier.3.bias" in results.log(run_dir)
+
+
+@pytest.mark.multiproc
+def test_a_documented_curriculum_is_the_same_on_any_topology(train, tmp_path):
+    """Its first epochs have 314, 503, 691 and 880 digits."""
+    write_shown_files(tmp_path)
+    short = ("recipe=curriculum", "trainer.max_epochs=4", "logger=jsonl", "data.global_batch_size=64")
+    # Dropout would draw other numbers on two processes.
+    plain = ("model.dropout=0", "model.conv_dropout=0")
+    one = train(*short, *plain)
+    assert results.results(one)["steps"] == 5 + 8 + 11 + 14
+    part = train(*short, *plain, "trainer.max_steps=11", "scheduler.total_steps=38")
+    again = train(f"resume={part}", "trainer.max_steps=null", "scheduler.total_steps=null")
+    results.assert_same(results.saved(again)["model"], results.saved(one)["model"])
+    two = train(*short, *plain, *TWO)
+    assert results.curve(two, "val/loss").keys() == {5, 13, 24, 38}
+    assert results.curve(two, "val/loss") == pytest.approx(results.curve(one, "val/loss"), rel=1e-3)

@@ -74,3 +74,35 @@ def test_what_cant_be_drawn_is_refused(make, message):
 def test_an_empty_dataset_of_weight_0_is_skipped():
     order = order_of(samplers.MixtureSampler(ConcatDataset([EMPTY, DATA]), [0, 1]))
     assert sorted(order.tolist()) == [0, 1, 2]
+
+
+def test_beyond_the_limit_of_multinomial_samples_are_drawn_by_their_weights():
+    size = 2**24 + 5
+    weights = torch.zeros(size, dtype=torch.float64)
+    # The first and the last have none, so that rounding must not lead to them.
+    heavy = torch.tensor([1, 2**23, size - 2])
+    weights[heavy] = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    data: Any = range(size)
+    order = order_of(samplers.WeightedRandomSampler(data, weights, 80_000))
+    assert order.dtype == torch.int64
+    numbers = torch.stack([(order == index).sum() for index in heavy])
+    assert int(numbers.sum()) == 80_000
+    assert (numbers / 10_000 - torch.tensor([1, 2, 5])).abs().max() < 0.05
+    assert torch.equal(order, order_of(samplers.WeightedRandomSampler(data, weights, 80_000)))
+
+    once = samplers.WeightedRandomSampler(data, weights, 3, replacement=False)
+    firsts = [0] * 3
+    for seed in range(3):
+        drawn = once.order(torch.Generator().manual_seed(seed), batch_size=1)
+        assert sorted(drawn.tolist()) == heavy.tolist()
+        firsts[heavy.tolist().index(int(drawn[0]))] += 1
+    assert firsts[2] >= firsts[0]
+
+
+def test_below_the_limit_torch_draws(monkeypatch):
+    weights = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    data: Any = range(1000)
+    for replacement in (True, False):
+        order = order_of(samplers.WeightedRandomSampler(data, weights, 500, replacement))
+        generator = torch.Generator().manual_seed(1)
+        assert torch.equal(order, torch.multinomial(weights.double(), 500, replacement, generator=generator))
