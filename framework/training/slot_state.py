@@ -92,7 +92,7 @@ class SlotState:
         if size is None or steps is None or steps.of(0) * self._num_slots > size:
             raise ConfigError(
                 f"{what} has a slot for each of the {self._num_slots} samples of a global batch, and the last batch of "
-                f"an epoch of {size or 'unknown or different length'} samples may have fewer. Use data.drop_last=true, or a "
+                f"an epoch of {size or 'unknown length'} samples may have fewer. Use data.drop_last=true, or a "
                 "data.global_batch_size that divides the epoch."
             )
 
