@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from framework.config.observers import observer_mistakes
-from framework.config.optimizers import optimizer_configs, refused_by_torch, schedules
+from framework.config.optimizers import closure_mistakes, optimizer_configs, refused_by_torch, schedules
 from framework.config.schema import CUDA_GRAPH_MODES, Config, DataConfig
 from framework.config.suggest import did_you_mean
 from framework.config.targets import SourceSignatures, check_node, import_target, target_mistakes
@@ -153,9 +153,11 @@ def _folds(data: DataConfig) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     try:
-        optimizer_configs(config.optimizer)
+        optimizers = optimizer_configs(config.optimizer)
     except ConfigError as error:
         yield str(error)
+    else:
+        yield from closure_mistakes(optimizers, config.trainer.precision)
 
 
 def _scheduler(config: Config) -> Iterator[str]:

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from framework.config.schema import Config, Node
+from framework.config.schema import Config, Node, Precision
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
 
-OWN_KEYS = ("params", "groups", "schedule")
+OWN_KEYS = ("params", "groups", "schedule", "closure")
 """The keys of an optimizer that the framework reads; the others are the target's."""
 
 _COMPARE = {
@@ -160,6 +160,8 @@ class OptimizerConfig:
     groups: tuple[GroupConfig, ...]
     # The node of its schedule; None for a constant rate; `...` for the one of `scheduler.schedule`.
     schedule: Any
+    # Its step takes a closure, and reads gradients before it calls that, as SAM does.
+    closure: bool
 
     @property
     def labels(self) -> list[str]:
@@ -235,7 +237,7 @@ def described(section: Mapping[str, Any]) -> str:
 
 
 def refused_by_torch(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the constructors of torch's own optimizers refuse, and which of these optimizers can't train here.
+    """Yield what the constructors of torch's own optimizers refuse.
 
     The ranks build the optimizers, and learn of all other mistakes; a sweep has started by then.
     """
@@ -243,8 +245,6 @@ def refused_by_torch(section: Mapping[str, Any]) -> Iterator[str]:
         target = optimizer.node["_target_"]
         if not target.startswith("torch.optim."):
             continue
-        if target.endswith(".LBFGS"):
-            yield needs_closure(optimizer.key, "LBFGS")
         for keyword, value in optimizer.node.items():
             if keyword in _RANGES:
                 yield from _out_of_range(f"{optimizer.key}.{keyword}", value, _RANGES[keyword], target=target)
@@ -252,12 +252,24 @@ def refused_by_torch(section: Mapping[str, Any]) -> Iterator[str]:
             yield from _nesterov_mistakes(optimizer)
 
 
-def needs_closure(key: str, name: str) -> str:
-    """Return the message for an optimizer, such as LBFGS, whose step computes the loss itself."""
-    return (
-        f"{key}: the step of {name} needs a closure, to compute the loss several times, and a run computes it once in "
-        "a step.\nUse an optimizer that needs none, such as optimizer=adam."
-    )
+def takes_closure(optimizer: OptimizerConfig) -> bool:
+    """Return True if the optimizer's step takes a closure, as far as the configuration tells."""
+    return optimizer.closure or optimizer.node["_target_"] == "torch.optim.LBFGS"
+
+
+def closure_mistakes(optimizers: Sequence[OptimizerConfig], precision: Precision) -> Iterator[str]:
+    """Yield what can't go with an optimizer whose step is known to take a closure."""
+    for optimizer in optimizers:
+        if not takes_closure(optimizer):
+            continue
+        name = optimizer.node["_target_"].rpartition(".")[2]
+        if len(optimizers) > 1:
+            yield f"{optimizer.key}: {name} computes the loss in its step, so it must be the only optimizer."
+        if precision == "16-mixed":
+            yield (
+                f"{optimizer.key}: {name} computes the loss several times in a step, which can't go with the scaled "
+                "losses of trainer.precision=16-mixed. Use bf16-mixed or 32-true."
+            )
 
 
 def _out_of_range(key: str, value: Any, allowed: _Range, *, target: str) -> Iterator[str]:
@@ -290,6 +302,9 @@ def _optimizer(name: str, node: Node, *, key: str) -> OptimizerConfig:
     if len(set(names)) < len(names):
         raise ConfigError(f"{key}.groups: the names {', '.join(names)} must differ.")
 
+    closure = node.get("closure", False)
+    if not isinstance(closure, bool):
+        raise ConfigError(f"{key}.closure={closure}: must be true or false.")
     pattern = None
     if node.get("params") is not None:
         pattern = Pattern(node["params"], key=f"{key}.params")
@@ -300,6 +315,7 @@ def _optimizer(name: str, node: Node, *, key: str) -> OptimizerConfig:
         pattern=pattern,
         groups=tuple(groups),
         schedule=node.get("schedule", ...),
+        closure=closure,
     )
 
 

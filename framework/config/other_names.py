@@ -198,7 +198,6 @@ ADVICE: dict[str, str] = {
     "optimizer=adamax": _CLASS.format("Adamax"),
     "optimizer=nadam": _CLASS.format("NAdam"),
     "optimizer=radam": _CLASS.format("RAdam"),
-    "optimizer=lbfgs": "LBFGS computes the loss several times a step, which no run does. Type optimizer=adam",
     "optimizer.name": "Type optimizer={value}",
     "optimizer.type": "Type optimizer={value}",
     "scheduler.name": "Type scheduler={value}",

@@ -33,9 +33,10 @@ from framework.errors import ConfigError
 from framework.launch.error_record import check_run_dir
 from framework.media import Text
 from framework.optim.objectives import Objectives, objectives_of
-from framework.optim.optimizer import has_evaluation_mode
+from framework.optim.optimizer import Closure, closure_of, has_evaluation_mode
 from framework.optim.param_groups import ParamGroups
 from framework.optim.schedule import Schedule, Schedules
+from framework.optim.several import Optimizers
 from framework.strategies.activation_checkpointing import apply_activation_checkpointing
 from framework.system.rank_log import warn
 from framework.training import length as run_length
@@ -43,7 +44,7 @@ from framework.training.content_hash import parameter_hashes
 from framework.training.stop_control import StopControl
 from framework.training.train_state import TrainState
 from framework.training.trainer import Trainer
-from framework.types import EvalInfo, hooks
+from framework.types import EvalInfo, Task, hooks
 
 # Gradients of at most this size are one bucket of DDP's, which is exchanged when the backward has computed all of them.
 _FIRST_BUCKET_BYTES = 1 << 20
@@ -81,6 +82,10 @@ def build_trainer(
         setup, assembled, param_groups, objectives=objectives, sizes=train_loader.sizes, resumed=resumed
     )
 
+    closure = closure_of(optimizer, begins_with_gradients=any(each.closure for each in configs))
+    if closure is not Closure.NONE:
+        _check_closure(setup, optimizer, assembled.task)
+
     # Only rank 0 logs.
     logger_nodes = config.logger if setup.context.is_main else {}
     state = TrainState(
@@ -96,6 +101,7 @@ def build_trainer(
         stop=StopControl(setup.link, context=setup.context),
         context=setup.context,
         objectives=objectives,
+        closure=closure,
         recomputes=settings.activation_checkpointing is not None,
         compile_mode=settings.compile,
         initial_hashes=initial_hashes,
@@ -221,6 +227,29 @@ def _build_optimizer_and_schedule(
         length=partial(run_length.schedule_length, requested, steps, objectives=objectives, start=start),
     )
     return optimizer, schedule
+
+
+def _check_closure(setup: RankSetup, optimizer: Optimizer, task: Task) -> None:
+    """Raise ConfigError if loss and gradients of the global batch can't be computed again and again in a step."""
+    name = type(optimizer).__name__
+    strategy = setup.strategy
+    if isinstance(optimizer, Optimizers):
+        raise ConfigError("optimizer: one that computes the loss in its step must be the only one.")
+    if setup.config.trainer.precision == "16-mixed":
+        raise ConfigError(
+            f"optimizer: {name} computes the loss several times in a step, which can't go with the scaled losses of "
+            "trainer.precision=16-mixed. Use bf16-mixed or 32-true."
+        )
+    if hasattr(task, "slot_state"):
+        raise ConfigError(
+            f"optimizer: {name} computes the loss several times in a step, and each time would move on the slot_state "
+            f"of {type(task).__name__}. Use another optimizer."
+        )
+    if strategy.forward_communicates or strategy.replicas_differ:
+        raise ConfigError(
+            f"optimizer: {name} computes the loss several times in a step, and needs whole gradients each time, which "
+            f"strategy={type(strategy).__name__.lower()} doesn't give. Use strategy=ddp or allreduce."
+        )
 
 
 def _has_sparse_gradients(model: nn.Module) -> bool:

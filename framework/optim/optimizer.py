@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -27,6 +29,28 @@ def give_closure(optimizer: Optimizer) -> None:
 
 def gets_closure(optimizer: Optimizer) -> bool:
     return bool(vars(optimizer).get(_GETS_CLOSURE))
+
+
+class Closure(Enum):
+    """If the step of an optimizer takes a closure that computes loss and gradients."""
+
+    NONE = auto()
+    # The step begins by calling it, as that of LBFGS does.
+    CALLED_FIRST = auto()
+    # The step begins with gradients that are there, and calls it for others, as that of SAM does.
+    AFTER_GRADIENTS = auto()
+
+
+def closure_of(optimizer: Optimizer, *, begins_with_gradients: bool) -> Closure:
+    """Return what an optimizer asks of the trainer. begins_with_gradients: what its configuration says."""
+    if begins_with_gradients:
+        return Closure.AFTER_GRADIENTS
+    # Not that of the object, which `skip_profiler_mark` may have replaced.
+    parameter = signature(type(optimizer).step).parameters.get("closure")
+    is_required = parameter is not None and parameter.default is parameter.empty
+    if is_required and not gets_closure(optimizer):
+        return Closure.CALLED_FIRST
+    return Closure.NONE
 
 
 def fused_pays(parameters: Sequence[Tensor]) -> bool:

@@ -28,7 +28,7 @@ from framework.distributed.sharded import has_output, is_model_sharded
 from framework.errors import ConfigError
 from framework.media import Table, Text
 from framework.optim.objectives import Objectives
-from framework.optim.optimizer import evaluation_mode, has_evaluation_mode, restore_optimizer
+from framework.optim.optimizer import Closure, evaluation_mode, has_evaluation_mode, restore_optimizer
 from framework.optim.precision import PrecisionPlugin
 from framework.optim.schedule import Schedule, Schedules
 from framework.optim.several import Optimizers
@@ -128,6 +128,8 @@ class TrainState:
     context: Context
     # Of the task; None if it has a single loss.
     objectives: Objectives | None = None
+    # If the optimizer computes the loss itself.
+    closure: Closure = Closure.NONE
     # Activation checkpointing is on.
     recomputes: bool = False
     # Of `torch.compile`, for when the model is wrapped again; None: not compiled.

@@ -35,10 +35,12 @@ from framework.errors import ConfigError, DiskError
 from framework.launch.plan import MonitorLink
 from framework.monitoring.rank_status import RankPhase
 from framework.optim.clipping import clip_gradients
+from framework.optim.optimizer import Closure
 from framework.strategies.base import NO_CONTEXT, Strategy
 from framework.training.batch_info import BatchInfos
 from framework.training.batchnorm import batchnorm_statistics
 from framework.training.broadcasting import refused_broadcasting
+from framework.training.closure_steps import ClosureSteps
 from framework.training.evaluation import eager
 from framework.training.flops import FlopRate, peak_of_run
 from framework.training.length import Start, start_of, total_steps
@@ -182,7 +184,7 @@ class Trainer:
         self._flops = FlopRate(peak_of_run(state.context, settings.precision), is_wanted=is_counted)
         self.logbook = Logbook(state, settings, timer=self._timer, flops=self._flops)
 
-        # What makes the whole step, if the trainer doesn't: the strategy, or a task with a `run_step`.
+        # What makes the whole step, if the trainer doesn't: the strategy, a task with a `run_step`, or the optimizer.
         self._run_whole_step: Callable[[Window], Tensor] | None = None
         self._task_steps: TaskSteps | None = None
         if self._runs_windows:
@@ -190,6 +192,12 @@ class Trainer:
         for run_step in hooks([state.task], "run_step"):
             self._task_steps = self._make_task_steps()
             self._run_whole_step = partial(run_step, tools=self._task_steps)
+
+        if state.closure is not Closure.NONE:
+            self._task_steps = self._make_task_steps()
+            begins_with_gradients = state.closure is Closure.AFTER_GRADIENTS
+            steps = ClosureSteps(state, settings, tools=self._task_steps, begins_with_gradients=begins_with_gradients)
+            self._run_whole_step = steps.run
 
     def _make_task_steps(self) -> TaskSteps:
         """Return what a task needs that runs its steps itself. Raises ConfigError if the strategy does that, too."""

@@ -202,9 +202,6 @@ def test_output_that_mismatches_the_loss_names_both_shapes(command):
     assert "output: a tensor of shape (200, 4), float32\n  target: a tensor of shape (200, 5), float32\n" in answer.err
 
 
-CLOSING = "optimizer._target_=own.Closing ~optimizer.momentum ~optimizer.weight_decay ~optimizer.nesterov"
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -215,9 +212,8 @@ CLOSING = "optimizer._target_=own.Closing ~optimizer.momentum ~optimizer.weight_
             "  output: a tuple of 2\n  target: a tensor of shape (200, 5), float32\nReturn one",
         ),
         ("~task +task._target_=own.Forgetful", "Forgetful.training_step returned None. Return framework.StepOutput("),
-        (CLOSING, "the step of Closing needs a closure"),
     ],
-    ids=["lazy", "late", "pair", "none", "closure"],
+    ids=["lazy", "late", "pair", "none"],
 )
 def test_code_that_does_not_fit_a_training(command, overrides, said):
     answer = command(*SHORT, *overrides.split())
@@ -238,7 +234,6 @@ class Pictures(Dataset):
         if i == 17: raise ValueError("broken picture")
         return torch.zeros(10), torch.zeros(5)
 def pictures(): return Datasets(train=Pictures(), val=torch.utils.data.Subset(Pictures(), range(10)))
-class Closing(torch.optim.LBFGS): ...
 class Narrow(nn.Module):
     def __init__(self):
         super().__init__()

@@ -58,7 +58,7 @@ TARGETS = {
     "optimizer.lr=-1": "optimizer.lr=-1: must be at least 0 for torch.optim.SGD.",
     "optimizer=adam optimizer.betas=[0.9,1.0]": "optimizer.betas.1=1.0: must be at least 0 and below 1 for torch.opti",
     "optimizer.nesterov=true": "optimizer.nesterov=true needs momentum and no dampening. Set optimizer.momentum, to",
-    "optimizer._target_=torch.optim.LBFGS": "optimizer: the step of LBFGS needs a closure, to compute the loss several",
+    "optimizer=lbfgs trainer.precision=16-mixed": "optimizer: LBFGS computes the loss several times in a step, which",
     "+optimizer.momentun=0.9": "optimizer.momentun: torch.optim.SGD has no such keyword. Did you mean optimizer.mom",
     "+model.width=3": "model.width: recipes.toy.ToyModel has no such keyword.",
     "model._target_=recipes.toy.ToyModl": "there is no ToyModl in recipes.toy. Did you mean recipes.toy.ToyModel?",

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from framework.config.optimizers import OptimizerConfig, needs_closure
+from framework.config.optimizers import OptimizerConfig
 from framework.config.schema import Node
 from framework.config.targets import takes
 from framework.distributed.sharded import by_mesh
 from framework.engine.builders.objects import build_object, wrong_result
 from framework.errors import ConfigError
-from framework.optim.optimizer import fused_pays, gets_closure, has_evaluation_mode, skip_profiler_mark
+from framework.optim.optimizer import fused_pays, has_evaluation_mode, skip_profiler_mark
 from framework.optim.param_groups import ParamGroups
 from framework.optim.several import Optimizers
 
@@ -67,19 +66,10 @@ def build_one_optimizer(
     optimizer = build_object(config.key, node, params, **implementation, **offered)
     if not isinstance(optimizer, Optimizer):
         raise wrong_result(config.key, node, optimizer, expected="a torch.optim.Optimizer")
-    if not gets_closure(optimizer):
-        _check_needs_no_closure(optimizer, config)
     skip_profiler_mark(optimizer)
     if has_evaluation_mode(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
-
-
-def _check_needs_no_closure(optimizer: Optimizer, config: OptimizerConfig) -> None:
-    """Raise ConfigError for an optimizer such as LBFGS, whose step computes the loss itself."""
-    closure = signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ConfigError(needs_closure(config.key, type(optimizer).__name__))
 
 
 def _implementation(node: Node, parameters: Sequence[nn.Parameter], *, may_fuse: bool) -> dict[str, bool]:

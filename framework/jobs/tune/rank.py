@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from framework.config.optimizers import is_several
+from framework.config.optimizers import is_several, optimizer_configs, takes_closure
 from framework.config.schema import Config
 from framework.config.targets import takes
 from framework.data.loader import MapLoader
@@ -112,6 +112,10 @@ def _tuned_config(setup: RankSetup) -> Config:
             f"tune.find_batch_size=true tries batches on each process by itself; with strategy="
             f"{type(setup.strategy).__name__.lower()} no process has the whole model.\n"
             "Use tune.find_batch_size=false for the learning rate alone, or another strategy."
+        )
+    if any(takes_closure(optimizer) for optimizer in optimizer_configs(config.optimizer)):
+        raise ConfigError(
+            f"job=tune can't go with {config.optimizer['_target_']}, whose step computes the loss several times."
         )
     if config.tune.find_lr and is_several(config.optimizer):
         raise ConfigError(
