@@ -372,6 +372,8 @@ def changed(name: str, of: str = "Regression") -> pl.LightningModule:
         methods = {"configure_optimizers": optimizers[name]}
     elif name in steps:
         methods = {"training_step": steps[name]}
+    elif name == "callbacks":
+        methods = {"configure_callbacks": lambda _: pl.callbacks.EarlyStopping("val_loss")}
     elif name == "only step":
         methods = {"validation_step": lambda self, *_: self.log("v", 1.0, on_epoch=False)}
     module: pl.LightningModule = type("Changed", (base,), methods)()

@@ -157,6 +157,52 @@ class Hooked(Base):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Counter(pl.Callback):
+    """A callback of the user's own, with a state; changes weights, and so does its hook of the steps."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+        pl_module.note("callback", self.seen, batch_idx)
+        with torch.no_grad():
+            pl_module.net[0].bias.mul_(1 - 0.001 * self.seen)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.note("callback.on_after_backward", trainer is pl_module.trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.note("callback.on_train_epoch_end", round(float(trainer.callback_metrics["val_loss"]), 5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"]
+
+
+class WithCallbacks(Base):
+    """Configures callbacks, and adds to checkpoints."""
+
+    seen = 0
+
+    def configure_callbacks(self) -> Any:
+        return [Counter(), pl.callbacks.ModelSummary(max_depth=1)]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+        with torch.no_grad():
+            self.net[2].bias.add_(0.001 * self.seen)
+        self.note("on_train_batch_end", batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = torch.tensor(self.seen)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = int(checkpoint["seen"])
+
+
 class Skipping(Base):
     """Leaves out batches by returning None."""
 
@@ -297,6 +343,7 @@ class Schedules(Base):
 SETTINGS: dict[str, dict[str, Any]] = {
     "Hooked": {"accumulate_grad_batches": 2},
     "Skipping": {},
+    "WithCallbacks": {},
     "Skipped": {},
     "LBFGS": {},
     "Gan": {},

@@ -365,16 +365,14 @@ REFUSED = {
     "no monitor": r"must include a monitor",
     "train monitor": r"the learning-rate schedule monitors train_los, which training doesn't log",
     "unknown monitor": r"monitors val/los, which validation doesn't compute: .* Did you mean val/loss\?",
+    "callbacks": r"configure_callbacks returned callbacks of Lightning.*EarlyStopping: callbacks=early_stopping",
     "no experiment": r"no self\.logger\.experiment with these loggers: jsonl.*logger=tensorboard",
     "steps itself": r"Changed calls optimizer\.step, and the framework steps.*automatic_optimization = False",
     "vector": r"self\.log\('v'\): the value is a tensor of shape \(16, 8\)",
     "median": r"reduce_fx=median. Use one of mean, sum, min, max",
     "one name": r"self\.log\('v'\): it is train/v, and so is 'train_v'",
     "only step": r"on_epoch=False: an evaluation is logged once",
-    **{
-        hook: rf"no counterpart here:\n  {hook}: "
-        for hook in ("configure_callbacks", "clip_gradients", "on_validation_model_zero_grad")
-    },
+    **{hook: rf"no counterpart here:\n  {hook}: " for hook in ("clip_gradients", "on_validation_model_zero_grad")},
 }
 QUICK_ONES = ("optimizers", "clip_gradients")
 

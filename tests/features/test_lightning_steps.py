@@ -19,6 +19,7 @@ STEPS = "tests.features.lightning_steps"
 SETTINGS: dict[str, dict[str, Any]] = {
     "Hooked": {"accumulate_grad_batches": 2},
     "Skipping": {},
+    "WithCallbacks": {},
     "Skipped": {},
     "LBFGS": {},
     "Gan": {},
@@ -26,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Accumulating": {},
     "Schedules": {},
 }
-QUICK = ("Hooked", "Gan")
+QUICK = ("Hooked", "Gan", "WithCallbacks")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in SETTINGS]
 TWO = ("topology.procs_per_node=2", "data.batch_size=4", "data.eval_batch_size=4")
 # The last process has no sample in the last batch of each four.
@@ -124,6 +125,7 @@ def test_hooks_of_steps_on_two_processes(run):
     ("name", "overrides", "stop"),
     [
         ("Accumulating", (), 6),
+        ("WithCallbacks", (), 17),
         pytest.param("NormedGan", TWO, 17, marks=pytest.mark.exhaustive),
         pytest.param("Hooked", (), 5, marks=pytest.mark.exhaustive),
     ],

@@ -27,6 +27,9 @@ class KeptState:
         kept: dict[str, Any] = {}
         if self._data_has_state:
             kept["datamodule"] = self._trainer.datamodule.state_dict()
+        states = [callback.state_dict() for callback in self._trainer.callbacks]
+        if any(states):
+            kept["callbacks"] = states
         if not (self._saves or self._data_saves):
             return kept
         checkpoint = self._checkpoint()
@@ -42,6 +45,8 @@ class KeptState:
         """Give the hooks back what `save` returned."""
         if self._data_has_state and "datamodule" in kept:
             self._trainer.datamodule.load_state_dict(kept["datamodule"])
+        for callback, state in zip(self._trainer.callbacks, kept.get("callbacks", ()), strict=False):
+            callback.load_state_dict(state)
         checkpoint = {**self._checkpoint(), **kept.get("added", {})}
         for owner in (self._trainer.datamodule, self._trainer.lightning_module):
             if owner is not None and overrides_method(owner, "on_load_checkpoint"):

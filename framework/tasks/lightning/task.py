@@ -29,6 +29,7 @@ from framework.distributed.sharded import is_model_sharded
 from framework.errors import ConfigError, TargetError
 from framework.optim.optimizer import give_closure
 from framework.optim.several import Optimizers
+from framework.tasks.lightning.callbacks import callback_hooks, own_callbacks
 from framework.tasks.lightning.data import overrides_method
 from framework.tasks.lightning.kept_state import KeptState
 from framework.tasks.lightning.log import Log, LogPart, short_name
@@ -56,6 +57,7 @@ _SCHEDULE = "_lightning_schedule"
 _CALLED = {
     "setup",
     "teardown",
+    "configure_callbacks",
     "configure_model",
     "configure_optimizers",
     "on_before_batch_transfer",
@@ -101,10 +103,21 @@ _OF_STEPS = {
     "configure_gradient_clipping",
 }
 _CALLED |= _OF_STEPS
+# Those that Lightning's callbacks don't have, or that are called in another way.
+_OF_MODULES = {
+    "configure_callbacks",
+    "configure_gradient_clipping",
+    "configure_model",
+    "configure_optimizers",
+    "lr_scheduler_step",
+    "on_load_checkpoint",
+    "on_save_checkpoint",
+    "optimizer_step",
+    "optimizer_zero_grad",
+}
 
 # What to use in place of hooks that are refused.
 _INSTEAD = {
-    "configure_callbacks": "Write framework callbacks, and list them in the section `callbacks`.",
     "clip_gradients": "Override configure_gradient_clipping.",
     "manual_backward": "Override backward.",
     "on_validation_model_zero_grad": "Gradients are set to None before each validation.",
@@ -148,11 +161,24 @@ class LightningTask:
         self._trainer = trainer_of(config, context)
         self._trainer._module = weakref.ref(module)
         module.trainer = self._trainer
+        self._callback_hooks: dict[str, list[Callable[..., Any]]] = {}
+        # Lightning calls callbacks in prediction, too, whose hooks have no counterpart.
+        if self._trains and "configure_callbacks" in self._overridden:
+            self._trainer.callbacks = own_callbacks(module)
+            self._callback_hooks = callback_hooks(
+                self._trainer.callbacks, self._trainer, module, called=_CALLED - _OF_MODULES
+            )
+        for setup in self._callback_hooks.get("setup", ()):
+            setup("fit")
         module.setup(_SETUP_STAGES.get(config.job, "fit"))
         module.configure_model()
         if self._overridden & {"setup", "configure_model"}:
             # They may have made further modules.
             module.to(context.device)
+
+        # What the module itself overrides, and what one of both does.
+        self._of_module = self._overridden
+        self._overridden = self._of_module | self._callback_hooks.keys()
 
         utilities = f"{base.__module__.removesuffix('.core.module')}.utilities"
         extract_batch_size = import_module(f"{utilities}.data").extract_batch_size
@@ -163,7 +189,7 @@ class LightningTask:
         self._steps: dict[str, Any] = {stage: getattr(module, name) for stage, name in _STEPS.items()}
         self._num_arguments = {stage: _num_arguments(step) for stage, step in self._steps.items()}
         self._transfers = self._transfer_hooks()
-        self._kept = KeptState(self._trainer, saves="on_save_checkpoint" in self._overridden)
+        self._kept = KeptState(self._trainer, saves="on_save_checkpoint" in self._of_module)
         # What the last evaluation has logged.
         self._evaluated: Mapping[str, float] = {}
         # Known once a strategy has wrapped the model.
@@ -335,7 +361,7 @@ class LightningTask:
             arguments = (self._context.device,) if name == "transfer_batch_to_device" else ()
             if datamodule is not None and overrides_method(datamodule, name):
                 transfers.append((getattr(datamodule, name), arguments))
-            elif name in self._overridden:
+            elif name in self._of_module:
                 transfers.append((getattr(self.module, name), arguments))
         return transfers
 
@@ -602,8 +628,12 @@ class LightningTask:
         return type(self.module).__name__
 
     def _hook(self, name: str, *arguments: Any) -> Any:
-        """Call the module's hook and return what it returns; None for one that it doesn't override."""
+        """Call the hook of callbacks and of the module; return what the module's returns, or None without one."""
         if name not in self._overridden:
+            return None
+        for hook in self._callback_hooks.get(name, ()):
+            hook(*arguments)
+        if name not in self._of_module:
             return None
         return getattr(self.module, name)(*arguments)
 
