@@ -203,6 +203,22 @@ class WithCallbacks(Base):
         self.seen = int(checkpoint["seen"])
 
 
+class Logging(Base):
+    """Logs through `self.logger`."""
+
+    def configure_optimizers(self) -> Any:
+        self.logger.log_hyperparams({"early": 1})  # type: ignore[union-attr]
+        return super().configure_optimizers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logger: Any = self.logger
+        logger.log_metrics({"mine": torch.tensor(batch_idx)}, step=self.global_step)
+        logger.experiment.add_scalar("direct", batch_idx, self.global_step)
+        assert self.loggers == [logger]
+        assert Path(logger.log_dir).is_dir()
+        return super().training_step(batch, batch_idx)
+
+
 class Skipping(Base):
     """Leaves out batches by returning None."""
 

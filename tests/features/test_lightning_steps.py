@@ -70,7 +70,7 @@ def run(train, tmp_path):
                     "module": {"_target_": f"{STEPS}.Data"},
                 },
             },
-            "trainer": {"max_epochs": 3, "num_threads": 1, "log_every_n_steps": 1, **SETTINGS[name]},
+            "trainer": {"max_epochs": 3, "num_threads": 1, "log_every_n_steps": 1, **SETTINGS.get(name, {})},
         }
         write_recipe(tmp_path, "steps", recipe)
         return train("recipe=steps", *overrides, status=status)
@@ -145,3 +145,15 @@ def test_settings_that_manual_optimization_refuses(run, capfd):
     assert "Gan has automatic_optimization = False, which can't go with:\n  strategy=FSDP" in error
     assert "trainer.accumulate_grad_batches: " in error
     assert "trainer.gradient_clip_val: call self.clip_gradients" in error
+
+
+def test_a_module_logs_through_its_logger(run):
+    run_dir = run("Logging", "logger=[jsonl,tensorboard]", "trainer.max_epochs=1")
+    assert list(results.curve(run_dir, "mine").values()) == list(range(12))
+    (file,) = run_dir.glob("events.out.tfevents.*")
+    assert b"direct" in file.read_bytes()
+
+
+def test_a_callback_of_lightning_in_the_section_callbacks(run, capfd):
+    run("Skipping", f"+callbacks.counter._target_={STEPS}.Counter", status=2)
+    assert "is a callback of Lightning" in capfd.readouterr().err

@@ -55,7 +55,12 @@ def build_loggers(nodes: Mapping[str, Node], *, run_dir: RunDir, progress: Progr
 
 
 def _check_callback(callback: object, *, key: str, target: str) -> None:
-    """Raise TargetError if the object has no hook, or one that is misspelt."""
+    """Raise TargetError if the object has no hook, one that is misspelt, or those of Lightning."""
+    if any(cls.__module__.endswith(".callbacks.callback") for cls in type(callback).__mro__):
+        raise TargetError(
+            f"{key}: {target} is a callback of Lightning, whose hooks get other arguments. Return it from "
+            "configure_callbacks of the LightningModule, or write a framework.Callback."
+        )
     names = methods_of(Callback)
     _refuse_misspelt(callback, names, own_methods=_own_methods(callback, Callback), key=key, target=target)
     observing = [name for name in names if name.startswith("on_") or name == "evaluation_weights"]
