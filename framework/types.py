@@ -46,7 +46,7 @@ class MapDataset(Protocol):
 
 
 AnyDataset = Any
-"""A MapDataset, an IterableDataset, or a DataLoader."""
+"""A MapDataset, an IterableDataset, a DataLoader; to train on also a Source."""
 
 
 class Order(Protocol):
@@ -80,7 +80,7 @@ class Datasets:
 
     Each part is map-style, or a stream: torch's IterableDataset, which yields one sample after another. Or it is a
     DataLoader, of which dataset, collate function, batch size and sampler are taken. Several validation or test sets
-    are a dict by name.
+    are a dict by name. The train part may be a Source, whose samples depend on the model.
     """
 
     train: AnyDataset
@@ -252,7 +252,7 @@ class DataShare(NamedTuple):
     micro_batches: int = 1
 
 
-# What tasks, callbacks and loggers receive
+# What tasks, sources, callbacks and loggers receive
 
 
 def _same(rows: Tensor) -> Tensor:
@@ -262,6 +262,8 @@ def _same(rows: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class BatchInfo:
     """What a task's `training_step(model, batch, info)` gets about its micro-batch, if it has a parameter `info`.
+
+    `Source.batch` gets it, too.
 
     Later versions may add attributes.
     """
@@ -285,6 +287,29 @@ class BatchInfo:
     # included, or on none. The gradient is that of the mean over the global batch if each loss is the mean over this
     # micro-batch's samples, or over the whole global batch. Refused with gradient accumulation.
     gather: Callable[[Tensor], Tensor] = field(default=_same, compare=False)
+
+
+class Source:
+    """A train part whose samples depend on the model, such as the episodes of a policy. Inherit from it.
+
+    Each batch is made after the last optimizer step; nothing is loaded ahead. If a source has `state_dict` and
+    `load_state_dict`, checkpoints keep its state, which must be the same on all ranks. What belongs to the samples by
+    their places in the global batch, such as environments that go on, is named by `slot_state`, as in a task.
+    """
+
+    def __len__(self) -> int:
+        """Return the samples of an epoch, the same in every epoch."""
+        raise NotImplementedError
+
+    def batch(self, model: nn.Module, info: BatchInfo) -> Batch:
+        """Return this rank's micro-batch of the next global batch, with a sample for each of `info.positions`.
+
+        What is drawn for a sample should depend on (seed, `info.step`, position) alone, so that it is the same on any
+        number of processes. Called on every rank, without gradients.
+
+        model: the unwrapped module, in evaluation mode.
+        """
+        raise NotImplementedError
 
 
 class StepInfo(NamedTuple):

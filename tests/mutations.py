@@ -240,7 +240,7 @@ TRAINER = [
     Mutation(
         name="evaluation-leaves-eval-mode-on",
         caught_by="tests/unit/test_evaluator.py::test_evaluation_restores_the_mode_of_every_module",
-        within="Evaluator._evaluation_mode",
+        within="evaluation_mode",
         old="module.training = True",
         new="pass",
         what="After the first evaluation the model stays in eval mode: no dropout, and BatchNorm stops learning.",

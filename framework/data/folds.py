@@ -18,7 +18,7 @@ from framework.data.tensor_samples import TensorSamples, as_tensor_samples
 from framework.distributed.seed import mix
 from framework.errors import ConfigError
 from framework.system.rank_log import logger
-from framework.types import Collate, Datasets, MapDataset, Sampler
+from framework.types import Collate, Datasets, MapDataset, Sampler, Source
 
 # Where datasets have the class of each sample: an attribute of torchvision's, or a column of Hugging Face's.
 _LABELS = ("targets", "labels", "label", "y")
@@ -44,6 +44,8 @@ def apply_folds(datasets: Datasets, config: DataConfig, *, logs: bool = False) -
             f"data.folds={config.folds} can't go with a stream to train on, whose samples have no numbers. "
             "Leave it out, or give a map-style dataset, with __len__ and __getitem__."
         )
+    if isinstance(train, Source):
+        raise ConfigError(f"data.folds={config.folds} can't go with a framework.Source. Leave it out.")
     size = dataset_size(train, split="train")
     if config.folds > size:
         raise ConfigError(f"data.folds={config.folds}: the train part has {size} samples. Use {size} folds or fewer.")

@@ -23,6 +23,7 @@ from framework.data.resident import ResidentBatches, decode
 from framework.data.sample_check import NUM_SAMPLES, CheckedSamples, CheckKey
 from framework.data.set_epoch import EpochListeners
 from framework.data.sketch import sketch_rows
+from framework.data.source import SourceLoader
 from framework.data.stream import StreamLoader
 from framework.data.tensor_samples import TensorSamples, as_tensor_samples
 from framework.data.transforms import Each
@@ -378,6 +379,10 @@ class MapLoader:
     def close(self) -> None:
         """End the loader's worker processes; may be called again."""
         self._source.close()
+
+
+TrainLoader = MapLoader | StreamLoader | SourceLoader
+"""The loader of the train part."""
 
 
 @final

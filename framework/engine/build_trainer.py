@@ -16,8 +16,7 @@ from framework.config.optimizers import optimizer_configs
 from framework.config.schema import Node, ProgressMode, TrainerConfig
 from framework.config.written import written_config
 from framework.data.epochs import EpochSizes
-from framework.data.loader import EvalLoader, MapLoader
-from framework.data.stream import StreamLoader
+from framework.data.loader import EvalLoader, TrainLoader
 from framework.distributed.gloo_threads import let_gloo_finish_messages
 from framework.distributed.process_group import new_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
@@ -52,7 +51,7 @@ _FIRST_BUCKET_BYTES = 1 << 20
 
 def build_trainer(
     setup: RankSetup,
-    train_loader: MapLoader | StreamLoader,
+    train_loader: TrainLoader,
     val_loaders: Mapping[str, EvalLoader],
     *,
     checkpoint: Path | None = None,
@@ -142,7 +141,7 @@ def _no_check() -> None:
 # The model
 
 
-def _assemble(setup: RankSetup, train_loader: MapLoader | StreamLoader, *, checkpoint: Path | None) -> Assembled:
+def _assemble(setup: RankSetup, train_loader: TrainLoader, *, checkpoint: Path | None) -> Assembled:
     """Return the whole model, in training mode, with its task and precision."""
     assembled = assemble(
         setup.requested,

@@ -10,11 +10,12 @@ from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
 from framework.data.epochs import EpochSteps
+from framework.distributed.context import Context
 from framework.errors import ConfigError
 from framework.strategies.base import Strategy
 from framework.system.formatting import format_count
 from framework.training.length import FROM_SCRATCH, Start, step_of_epoch_end, total_steps
-from framework.types import Datasets
+from framework.types import Datasets, Source
 
 
 def streams_of(datasets: Datasets) -> list[str]:
@@ -75,6 +76,34 @@ def _mistakes_of_a_train_stream(config: Config, strategy: Strategy) -> Iterator[
             f"{key} can't go with job=parity, which compares numbers of processes: each would cut the stream "
             "differently. Use data.stream=shared."
         )
+
+
+def check_source(config: Config, datasets: Datasets, strategy: Strategy, context: Context) -> None:
+    """Raise ConfigError, with all mistakes, for what can't go with a train part whose samples depend on the model."""
+    for part, dataset in datasets.parts.items():
+        if part != "train" and isinstance(dataset, Source):
+            raise ConfigError(f"The {part} part is a framework.Source, which is a part to train on. Use a dataset.")
+    if not isinstance(datasets.train, Source):
+        return
+    name = type(datasets.train).__name__
+    mistakes = []
+    has_own_samples = strategy.data_share(context).world_size == context.world_size
+    if strategy.forward_communicates or strategy.replicas_differ or not has_own_samples:
+        mistakes.append(
+            f"{name} is a framework.Source: each process calls the model by itself, as often as it needs, and all have "
+            f"the same weights. {type(strategy).__name__} doesn't allow that. Use strategy=ddp, allreduce or butterfly."
+        )
+    keys = {
+        "data.sampler": datasets.sampler,
+        "data.collate_fn for the train part": datasets.collate_fn_of("train"),
+        "trainer.overfit_batches": config.trainer.overfit_batches,
+    }
+    for key, value in keys.items():
+        if value is not None:
+            mistakes.append(f"{key} can't go with {name}, a framework.Source, which makes its batches. Leave it out.")
+    if config.job == "tune":
+        mistakes.append(f"job=tune repeats batches, which {name}, a framework.Source, can't: they depend on the model.")
+    raise_mistakes(mistakes)
 
 
 def check_validation(

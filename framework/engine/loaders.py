@@ -13,22 +13,25 @@ from framework.checkpoint.writer import check_plain
 from framework.config.schema import Config
 from framework.data.batching import BatchPlan, plan_batches
 from framework.data.epochs import apply_limit
-from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, dataset_size, worker_count
+from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, TrainLoader, dataset_size, worker_count
+from framework.data.source import SourceLoader
 from framework.data.stream import StreamLoader
 from framework.data.stream_plan import StreamPlan
 from framework.engine.builders.data import build_data
-from framework.engine.data_checks import check_streams
+from framework.engine.data_checks import check_source, check_streams
 from framework.engine.limits import first_samples
 from framework.engine.setup import RankSetup, plan_steps, procs_on_cores
+from framework.errors import ConfigError
 from framework.strategies.base import Strategy
 from framework.training.length import epoch_steps
-from framework.types import Collate, Datasets, DataShare, MapDataset
+from framework.types import Collate, Datasets, DataShare, MapDataset, Source
 
 
 def prepare_data(setup: RankSetup) -> tuple[Datasets, RankSetup]:
     """Return the datasets, checked, and the set-up with their batch sizes, if the configuration leaves these open."""
     datasets = build_data(setup.config, setup.context)
     check_streams(setup.config, datasets, setup.strategy)
+    check_source(setup.config, datasets, setup.strategy, setup.context)
     config = with_batch_sizes(setup.config, datasets)
     if config is not setup.config:
         setup = replace(setup, config=config, plan=plan_steps(config, setup.context, setup.strategy))
@@ -52,7 +55,7 @@ def with_batch_sizes(config: Config, datasets: Datasets) -> Config:
 # The train part
 
 
-def make_train_loader(setup: RankSetup, datasets: Datasets) -> MapLoader | StreamLoader:
+def make_train_loader(setup: RankSetup, datasets: Datasets) -> TrainLoader:
     """Return the loader of the train part."""
     dataset = datasets.train
     collate_fn = datasets.collate_fn_of("train")
@@ -61,6 +64,14 @@ def make_train_loader(setup: RankSetup, datasets: Datasets) -> MapLoader | Strea
 
     config = setup.config
     dataset_size(dataset, split="train", processes=setup.plan.world_size)
+    if isinstance(dataset, Source):
+        return SourceLoader(
+            dataset,
+            plan=setup.plan,
+            rank=setup.data_share.rank,
+            limit=config.trainer.limit_train_batches,
+            accumulated=config.trainer.accumulate_grad_batches,
+        )
     return MapLoader(
         dataset,
         split="train",
@@ -133,6 +144,11 @@ def make_eval_loaders(
 
     loaders = {}
     for name, dataset in named_datasets.items():
+        if isinstance(dataset, Source):
+            raise ConfigError(
+                f"The train part is a {type(dataset).__name__}, a framework.Source, whose samples depend on the model: "
+                "it can't be evaluated. Use the val or test part."
+            )
         collate_fn = datasets.collate_fn_of(name)
         # Ranks take turns, one batch each, unless each reads a shard of its own of a stream.
         turns: int | None = batch_size

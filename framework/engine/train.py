@@ -13,8 +13,7 @@ from torch import nn
 
 from framework.checkpoint import find, read_manifest
 from framework.checkpoint.layout import BEST
-from framework.data.loader import EvalLoader, MapLoader
-from framework.data.stream import StreamLoader
+from framework.data.loader import EvalLoader, TrainLoader
 from framework.distributed.collectives import broadcast_object
 from framework.distributed.process_group import process_group
 from framework.distributed.seed import generator_states, restore_generator_states
@@ -86,9 +85,7 @@ def _show_status(setup: RankSetup, text: str) -> None:
         show_status(text)
 
 
-def _train(
-    setup: RankSetup, datasets: Datasets, train_loader: MapLoader | StreamLoader, *, stack: ExitStack
-) -> int | None:
+def _train(setup: RankSetup, datasets: Datasets, train_loader: TrainLoader, *, stack: ExitStack) -> int | None:
     """Assemble, restore, fit, test and close, inside the process group.
 
     From `fit` until `stack` is left, a signal to stop is only noted, so that it can't interrupt the closing.

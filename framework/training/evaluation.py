@@ -136,25 +136,30 @@ class Evaluator:
             output = copied(output)
         return output
 
-    @contextmanager
-    def _evaluation_mode(self) -> Iterator[None]:
-        """Put every module in evaluation mode, without gradients; afterwards each is in its former mode.
-
-        By default under `torch.no_grad`, as training may follow. The backward refuses tensors made in inference mode,
-        such as the rotary tables that a model caches in its first forward, and `torch.enable_grad` has no effect there.
-        Inference mode saves up to 5 % of the time of a model as small as the toy's, and nothing of larger ones.
-        """
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
+    def _evaluation_mode(self) -> AbstractContextManager[None]:
+        """Return the mode of evaluations; by default under `torch.no_grad`, as training may follow."""
         # FSDP2 fails in inference mode: https://github.com/pytorch/pytorch/issues/95957
         # Once a CUDA graph was captured in inference mode, later captures may fail:
         # https://github.com/pytorch/pytorch/issues/135892
         is_refused = self.captures_graphs or is_model_sharded(self.model)
-        with torch.inference_mode() if self.inference_mode and not is_refused else torch.no_grad():
-            yield
-        # One by one: a frozen part stays in evaluation mode.
-        for module in training:
-            module.training = True
+        return evaluation_mode(self.model, inference_mode=self.inference_mode and not is_refused)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module, *, inference_mode: bool = False) -> Iterator[None]:
+    """Put every module in evaluation mode, without gradients; afterwards each is in its former mode.
+
+    The backward refuses tensors made in inference mode, such as the rotary tables that a model caches in its first
+    forward, and `torch.enable_grad` has no effect there. Inference mode saves up to 5 % of the time of a model as small
+    as the toy's, and nothing of larger ones.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    with torch.inference_mode() if inference_mode else torch.no_grad():
+        yield
+    # One by one: a frozen part stays in evaluation mode.
+    for module in training:
+        module.training = True
 
 
 def eager() -> AbstractContextManager[Any]:

@@ -1,8 +1,9 @@
 """State that belongs to the places of samples in the global batch, such as hidden states of truncated backpropagation.
 
-A task declares it: `slot_state = {"hidden": 1}` names an attribute, and the dimension of its tensors that is the slot.
-Between steps, the attribute has the slots of this rank's share of the global batch; within `training_step`, those of
-the micro-batch. Checkpoints have all slots, so a run resumes on any number of processes.
+A task or a source declares it: `slot_state = {"hidden": 1}` names an attribute, and the dimension of its tensors that
+is the slot. Between steps, the attribute has the slots of this rank's share of the global batch; within `training_step`
+(or `batch` of a source), those of the micro-batch. Checkpoints have all slots, so a run resumes on any number of
+processes.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from framework.checkpoint.replicas import gather_replicas
 from framework.data.batching import share
-from framework.data.loader import MapLoader
+from framework.data.loader import TrainLoader
 from framework.data.stream import StreamLoader
 from framework.distributed.context import Context
 from framework.errors import CheckpointError, ConfigError, TargetError
 from framework.strategies.base import Strategy
-from framework.types import Task, Window
+from framework.types import Window
 
-# The key in `training`: the attribute's name → its value for all slots.
+# The keys in `training`: the attribute's name → its value for all slots; of the task, and of the source.
 SLOTS = "slots"
+SOURCE_SLOTS = "source_slots"
 
 
 class _SlotAttribute(NamedTuple):
-    """An attribute of the task whose tensors have a dimension for the slot."""
+    """An attribute whose tensors have a dimension for the slot."""
 
     name: str
     dim: int
@@ -40,39 +42,39 @@ class _SlotAttribute(NamedTuple):
 
 @final
 class SlotState:
-    """The attributes that a task's `slot_state` names; empty if it has none.
+    """The attributes that the `slot_state` of a task or source names; empty if it has none.
 
     Raises ConfigError if the run has steps of other sizes, or ranks without samples of their own; TargetError for a
     declaration that names something else.
     """
 
-    def __init__(self, task: Task, *, loader: MapLoader | StreamLoader, strategy: Strategy, context: Context) -> None:
-        self._task = task
-        self._task_name = type(task).__name__
+    def __init__(self, holder: Any, *, loader: TrainLoader, strategy: Strategy, context: Context) -> None:
+        self._holder = holder
+        self._name = type(holder).__name__
         self._context = context
         self._num_slots = loader.global_batch_size
         self._attributes: list[_SlotAttribute] = []
         # The parts of micro-batches, by attribute, while a window of several is computed.
         self._parts: dict[str, list[Any]] = {}
 
-        declared: Any = getattr(task, "slot_state", {})
+        declared: Any = getattr(holder, "slot_state", {})
         if not isinstance(declared, Mapping):
-            raise TargetError(f"{self._task_name}.slot_state must be a dict of names and dimensions, not {declared!r}.")
+            raise TargetError(f"{self._name}.slot_state must be a dict of names and dimensions, not {declared!r}.")
         for name, dim in declared.items():
-            if not isinstance(dim, int) or not hasattr(task, name):
+            if not isinstance(dim, int) or not hasattr(holder, name):
                 raise TargetError(
-                    f"{self._task_name}.slot_state has {name!r}: {dim!r}. It names an attribute that the constructor "
+                    f"{self._name}.slot_state has {name!r}: {dim!r}. It names an attribute that the constructor "
                     "sets, to None or to tensors, and the dimension of these that is the slot."
                 )
-            self._attributes.append(_SlotAttribute(name, dim, copy.deepcopy(getattr(task, name))))
+            self._attributes.append(_SlotAttribute(name, dim, copy.deepcopy(getattr(holder, name))))
         if self._attributes:
             names = ", ".join(declared)
-            self._check_run(f"{self._task_name}.slot_state ({names})", loader=loader, strategy=strategy)
+            self._check_run(f"{self._name}.slot_state ({names})", loader=loader, strategy=strategy)
 
     def __bool__(self) -> bool:
         return bool(self._attributes)
 
-    def _check_run(self, what: str, *, loader: MapLoader | StreamLoader, strategy: Strategy) -> None:
+    def _check_run(self, what: str, *, loader: TrainLoader, strategy: Strategy) -> None:
         if strategy.data_share(self._context).world_size != self._context.world_size:
             raise ConfigError(
                 f"{what} needs a strategy with which each process has samples of its own, and "
@@ -99,40 +101,40 @@ class SlotState:
     # In a step
 
     def begin_micro_batch(self, window: Window, index: int) -> None:
-        """Give the task the slots of micro-batch `index`."""
+        """Set the attributes to the slots of micro-batch `index`."""
         if index == 0:
             sizes = [micro.num_samples for micro in window.indices]
             for attribute in self._attributes:
-                value = getattr(self._task, attribute.name)
+                value = getattr(self._holder, attribute.name)
                 self._check_slots(attribute, value, sum(sizes))
                 self._parts[attribute.name] = _split(value, sizes, dim=attribute.dim)
         for attribute in self._attributes:
-            setattr(self._task, attribute.name, self._parts[attribute.name][index])
+            setattr(self._holder, attribute.name, self._parts[attribute.name][index])
 
     def end_micro_batch(self, window: Window, index: int) -> None:
-        """Detach what the task has left, and after the last micro-batch put the parts together."""
+        """Detach what they were set to, and after the last micro-batch put the parts together."""
         for attribute in self._attributes:
-            value = tree_map(_detached, getattr(self._task, attribute.name))
+            value = tree_map(_detached, getattr(self._holder, attribute.name))
             self._check_slots(attribute, value, window.indices[index].num_samples)
             parts = self._parts[attribute.name]
             parts[index] = value
             if index == len(parts) - 1:
                 value = _joined(parts, dim=attribute.dim)
-            setattr(self._task, attribute.name, value)
+            setattr(self._holder, attribute.name, value)
 
     def reset(self) -> None:
-        """Give the task the state that it was built with: for trials, whose batches have other sizes."""
+        """Set the attributes to what they were at first: for trials, whose batches have other sizes."""
         for attribute in self._attributes:
-            setattr(self._task, attribute.name, copy.deepcopy(attribute.initial))
+            setattr(self._holder, attribute.name, copy.deepcopy(attribute.initial))
 
     @contextmanager
     def restored_afterwards(self) -> Iterator[None]:
         values = {}
         for attribute in self._attributes:
-            values[attribute.name] = copy.deepcopy(getattr(self._task, attribute.name))
+            values[attribute.name] = copy.deepcopy(getattr(self._holder, attribute.name))
         yield
         for name, value in values.items():
-            setattr(self._task, name, value)
+            setattr(self._holder, name, value)
 
     # In checkpoints
 
@@ -144,7 +146,7 @@ class SlotState:
         own = {}
         num_own = len(self._own_slots())
         for attribute in self._attributes:
-            value = tree_map(_detached, getattr(self._task, attribute.name))
+            value = tree_map(_detached, getattr(self._holder, attribute.name))
             self._check_slots(attribute, value, num_own)
             own[attribute.name] = value
         if not own:
@@ -166,12 +168,12 @@ class SlotState:
                 num_saved = tensor.shape[attribute.dim]
                 if num_saved != self._num_slots:
                     raise CheckpointError(
-                        f"The checkpoint has {self._task_name}.{attribute.name} of {num_saved} slots, one for each "
+                        f"The checkpoint has {self._name}.{attribute.name} of {num_saved} slots, one for each "
                         f"sample of a global batch, and a global batch has {self._num_slots} samples now.\nResume with "
                         f"data.global_batch_size={num_saved}, or start a new run from these weights with init_from."
                     )
             take = _slot_taker(attribute.dim, slots, device=self._context.device)
-            setattr(self._task, attribute.name, tree_map(take, saved))
+            setattr(self._holder, attribute.name, tree_map(take, saved))
 
     def _own_slots(self) -> range:
         return share(self._num_slots, rank=self._context.rank, world_size=self._context.world_size)
@@ -182,7 +184,7 @@ class SlotState:
             shape = tuple(tensor.shape)
             if not -tensor.ndim <= attribute.dim < tensor.ndim or shape[attribute.dim] != number:
                 raise TargetError(
-                    f"{self._task_name}.{attribute.name} has a tensor of shape {shape}. Its dimension {attribute.dim} "
+                    f"{self._name}.{attribute.name} has a tensor of shape {shape}. Its dimension {attribute.dim} "
                     f"must be the slot (slot_state), and there are {number}: one for each sample."
                 )
 

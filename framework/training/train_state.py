@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from framework.checkpoint.replicas import REPLICAS, gather_replicas
 from framework.config.schema import CUDA_GRAPH_MODES
 from framework.data.identity import DataIdentity, common_identity
-from framework.data.loader import MapLoader
-from framework.data.stream import StreamLoader
+from framework.data.loader import TrainLoader
+from framework.data.source import SourceLoader
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
 from framework.distributed.seed import generator_states, restore_generator_states
@@ -47,10 +47,10 @@ from framework.training.rank_states import (
     own_state,
     states_of_ranks,
 )
-from framework.training.slot_state import SLOTS, SlotState
+from framework.training.slot_state import SLOTS, SOURCE_SLOTS, SlotState
 from framework.training.stop_control import StopControl
 from framework.training.task_state import with_model_state, without_model_state
-from framework.types import Callback, Logger, MicroBatch, Objective, Task, hooks
+from framework.types import Callback, Logger, MicroBatch, Objective, Source, Task, hooks
 
 LEFT_OUT = "left_out"
 """The entry of `training` with the hashes of the parameters that a checkpoint leaves out, by name."""
@@ -123,7 +123,7 @@ class TrainState:
     callbacks: Mapping[str, Callback]
     # Empty except on rank 0.
     loggers: Mapping[str, Logger]
-    train_loader: MapLoader | StreamLoader
+    train_loader: TrainLoader
     stop: StopControl
     context: Context
     # Of the task; None if it has a single loss.
@@ -148,6 +148,9 @@ class TrainState:
         self.reported = ReportedPairs()
         self.trainable = Trainable(self.bare_model)
         self.slots = SlotState(self.task, loader=self.train_loader, strategy=self.strategy, context=self.context)
+        self.source_slots = SlotState(
+            self.source, loader=self.train_loader, strategy=self.strategy, context=self.context
+        )
         # Names of the parameters that are trained, in the checkpoint that was loaded.
         self._saved_trainable: Sequence[str] | None = None
 
@@ -168,6 +171,13 @@ class TrainState:
         of_ranks = gather_to_all((share.rank, has_output(self.bare_model)), context)
         first_with_output = of_ranks.index((share.rank, True))
         return first_with_output == context.rank
+
+    @property
+    def source(self) -> Source | None:
+        """What makes the batches, if the train part is a Source."""
+        if isinstance(self.train_loader, SourceLoader):
+            return self.train_loader.source
+        return None
 
     @property
     def observers(self) -> list[Any]:
@@ -324,6 +334,9 @@ class TrainState:
         objects = self._named_observers()
         states = {f"callbacks.{name}": state for name, state in training["callbacks"].items()}
         states["task"] = training["task"]
+        for source_state in hooks([self.source], "state_dict"):
+            training["source"] = source_state()
+            states["source"] = training["source"]
         of_ranks = gather_to_all(self._rank_state(objects, states), self.context)
         step = self.progress.step
         check_weights_are_equal([rank.weights for rank in of_ranks], step=step)
@@ -333,6 +346,8 @@ class TrainState:
             training[RANK_STATES] = others
         if self.slots:
             training[SLOTS] = self.slots.state_dict()
+        if self.source_slots:
+            training[SOURCE_SLOTS] = self.source_slots.state_dict()
 
         trainable: set[str] = set()
         for rank in of_ranks:
@@ -430,6 +445,10 @@ class TrainState:
                 load(own_state(f"callbacks.{name}", training["callbacks"][name], training, self.context))
 
         self.slots.load_state_dict(training.get(SLOTS, {}))
+        if "source" in training:
+            for load in hooks([self.source], "load_state_dict"):
+                load(own_state("source", training["source"], training, self.context))
+        self.source_slots.load_state_dict(training.get(SOURCE_SLOTS, {}))
 
         self.progress.load_state_dict(training["progress"])
         samples = self.progress.samples
@@ -467,8 +486,8 @@ class TrainState:
         return swaps
 
     def _named_observers(self) -> dict[str, Any]:
-        """Return the task and the callbacks by their names in messages."""
-        observers: dict[str, Any] = {"task": self.task}
+        """Return the task, the source and the callbacks by their names in messages."""
+        observers: dict[str, Any] = {"task": self.task, "source": self.source}
         for name, callback in self.callbacks.items():
             observers[f"callbacks.{name}"] = callback
         return observers

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.schema import CUDA_GRAPH_MODES, TrainerConfig
 from framework.data.loader import EvalLoader
+from framework.data.source import SourceLoader
 from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.errors import ConfigError, DiskError
 from framework.launch.plan import MonitorLink
@@ -47,6 +48,7 @@ from framework.training.length import Start, start_of, total_steps
 from framework.training.logbook import Actions, Logbook
 from framework.training.loss_weights import OneRankWeights, loss_weights
 from framework.training.meter import check_finite
+from framework.training.source_batches import SourceBatches
 from framework.training.step_output import check_output, copied
 from framework.training.step_times import Clock, StepTimer, clock_of
 from framework.training.stop_control import steps_to_meeting
@@ -177,6 +179,8 @@ class Trainer:
         self._batch_infos = BatchInfos(
             state.context, strategy=strategy, plan=self.train_loader.plan, waiting=self._timer
         )
+        if isinstance(self.train_loader, SourceLoader):
+            self.train_loader.connect(SourceBatches(state, self.train_loader, self._batch_infos))
         # FLOPs are counted once, for one step on a copy of the model. That doesn't work for a model spread over ranks,
         # which can't be copied, nor with several objectives, whose steps differ.
         is_spread = self._runs_windows or strategy.forward_communicates

@@ -35,7 +35,7 @@ WRONG: dict[str, list[str]] = {
     "recipe=digts callbacks=[ema,emo] backend=glo strategy=ddpp": [
         "The configuration has 4 mistakes",
         "recipe=digts: recipe has no such option. Did you mean recipe=digits?",
-        "Options: blank, digits, ",
+        "Options: blank, cartpole, digits, ",
         "Did you mean callbacks=ema?",
         "Did you mean backend=gloo?",
         "Did you mean strategy=ddp?",
@@ -94,7 +94,7 @@ WRONG: dict[str, list[str]] = {
     "-m recipe=toy trainer.gpus=0,99": ["trainer.gpus=99, but this machine has"],
 }
 RARELY_WRONG: dict[str, list[str]] = {
-    "recipe=": ["Options: blank, digits, "],
+    "recipe=": ["Options: blank, cartpole, digits, "],
     "'recipe=toy optimizer={lr:0.1}'": ["Each override is a word of its own: recipe=toy 'optimizer={lr:0.1}'"],
     "optimizer.lr='${nope}'": ["optimizer.lr: Interpolation key 'nope' not found"],
     "--config-name nope": ["Cannot find primary config 'nope'."],
@@ -115,7 +115,7 @@ RARELY_WRONG: dict[str, list[str]] = {
     "-m resume=a,b": ["must be one run directory"],
 }
 ANSWERS = {
-    "--help": ["recipe: blank, digits, finetune_digits, gan_digits", "python -m framework recipe=toy"],
+    "--help": ["recipe: blank, cartpole, digits, finetune_digits, gan_digits", "python -m framework recipe=toy"],
     "--cfg job --resolve recipe=toy": ["recipe: toy", "lr: 0.001"],
     "--version": [f"framework {metadata.version('framework')} (Python {platform.python_version()}, torch "],
 }

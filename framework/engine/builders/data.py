@@ -16,7 +16,7 @@ from framework.data.from_dataloader import unpack_dataloaders
 from framework.distributed.context import Context
 from framework.engine.builders.objects import build_object, wrong_result
 from framework.errors import ConfigError
-from framework.types import Collate, Datasets
+from framework.types import Collate, Datasets, Source
 
 
 def build_data(run_config: Config, context: Context) -> Datasets:
@@ -49,7 +49,7 @@ def build_datasets(node: Node, **offered: Any) -> Datasets:
     result = build_object(key, node, **offered)
     if isinstance(result, tuple) and 1 <= len(result) <= 3:
         result = Datasets(*result)
-    if isinstance(result, (Dataset, DataLoader)):
+    if isinstance(result, (Dataset, DataLoader, Source)):
         result = Datasets(result)
     if not isinstance(result, Datasets):
         raise wrong_result(key, node, result, expected="framework.Datasets(train, val, test)")
@@ -60,7 +60,7 @@ def build_datasets(node: Node, **offered: Any) -> Datasets:
 
     datasets = unpack_dataloaders(datasets)
     for part, dataset in datasets.parts.items():
-        if not _is_dataset(dataset):
+        if not _is_dataset(dataset) and not isinstance(dataset, Source):
             kinds = "a map-style dataset, with __len__ and __getitem__, or a torch.utils.data.IterableDataset"
             raise wrong_result(key, node, dataset, expected=f"{kinds} as its {part} part")
     return datasets

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from itertools import count, islice
 
 from framework.data.batching import BatchPlan
-from framework.data.loader import MapLoader
-from framework.data.stream import StreamLoader
+from framework.data.loader import MapLoader, TrainLoader
 from framework.training.trainer import Trainer
 from framework.types import Window
 
@@ -18,7 +17,7 @@ def full_steps(loader: MapLoader, plan: BatchPlan) -> MapLoader:
     return loader.replanned(plan, limit=max(1, loader.sizes.of(0) // plan.global_batch_size))
 
 
-def train_steps(trainer: Trainer, loader: MapLoader | StreamLoader, num_steps: int) -> Iterator[float]:
+def train_steps(trainer: Trainer, loader: TrainLoader, num_steps: int) -> Iterator[float]:
     """Train `num_steps` steps, over as many epochs as that takes, and yield the seconds of each."""
     trainer.state.slots.reset()
     for window in islice(_windows(loader), num_steps):
@@ -28,7 +27,7 @@ def train_steps(trainer: Trainer, loader: MapLoader | StreamLoader, num_steps: i
         yield time.perf_counter() - began
 
 
-def _windows(loader: MapLoader | StreamLoader) -> Iterator[Window]:
+def _windows(loader: TrainLoader) -> Iterator[Window]:
     """Yield the batches of one step after another, epoch after epoch, without end."""
     for epoch in count():
         yield from loader.epoch(epoch)
