@@ -143,6 +143,15 @@ def test_frozen_weights_that_change_are_saved(train):
     assert set(results.weights(run)) == {"net1.bias", "net2.weight", "net2.bias"}
 
 
+def test_what_the_task_trains_is_trained_beside_adapters(train):
+    task = ("task._target_=tests.features.adapter_cases.Scaled", "~task.loss", "~task.metrics")
+    run = train(*TOY, *LORA, SMALL, *task, procs(2))
+    weights = results.weights(run)
+    scales = [tensor for name, tensor in weights.items() if "lora" not in name]
+    assert len(weights) == 5
+    assert scales[0] != 1
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
