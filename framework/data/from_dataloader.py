@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+import torch.utils.data
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -100,7 +100,7 @@ def _check(loader: DataLoader[Any], part: str) -> None:
         if batch_sampler is not None:
             what = f"batch_sampler={type(batch_sampler).__name__}"
         refused.append((what, "Give batch_size, and a sampler that orders samples (framework.samplers)"))
-    elif type(batch_sampler) not in (BatchSampler, type(None)):
+    elif batch_sampler is not None and _kind(batch_sampler) is not BatchSampler:
         refused.append((f"batch_sampler={type(batch_sampler).__name__}", "Use one of framework.samplers"))
 
     if loader.worker_init_fn is not None:
@@ -124,13 +124,24 @@ def _is_unknown(loader: DataLoader[Any]) -> bool:
     if isinstance(loader.dataset, IterableDataset):
         return False
     known = (RandomSampler, SequentialSampler, WeightedRandomSampler, SubsetRandomSampler)
-    return type(loader.sampler) not in known
+    return _kind(loader.sampler) not in known
+
+
+def _kind(sampler: Any) -> type:
+    """Return the sampler's class; for one of torchdata's StatefulDataLoader, the class of torch that it stands for.
+
+    Such a sampler only adds a state, and the framework's own order resumes exactly.
+    """
+    kind = type(sampler)
+    if kind.__module__ == "torchdata.stateful_dataloader.sampler":
+        return getattr(torch.utils.data, kind.__name__, kind)
+    return kind
 
 
 def _order(loader: DataLoader[Any]) -> tuple[Any, Sampler]:
     """Return the dataset and the order of its samples."""
     dataset: Any = loader.dataset
-    torch_sampler = loader.sampler
+    torch_sampler: Any = loader.sampler
     if isinstance(torch_sampler, WeightedRandomSampler):
         return dataset, samplers.WeightedRandomSampler(
             dataset, torch_sampler.weights, torch_sampler.num_samples, torch_sampler.replacement
@@ -138,7 +149,7 @@ def _order(loader: DataLoader[Any]) -> tuple[Any, Sampler]:
     if isinstance(torch_sampler, SubsetRandomSampler):
         subset: Any = Subset(dataset, list(torch_sampler.indices))
         return subset, samplers.RandomSampler(subset)
-    if isinstance(torch_sampler, RandomSampler):
+    if _kind(torch_sampler) is RandomSampler:
         if torch_sampler.replacement or torch_sampler.num_samples != len(dataset):
             uniform = torch.ones(len(dataset))
             return dataset, samplers.WeightedRandomSampler(

@@ -134,6 +134,9 @@ def loader(kind: str) -> Datasets:
         "dropping": {"drop_last": True, "shuffle": True},
         "batches": {"batch_sampler": Batches(RandomSampler(data), 4, drop_last=False)},
     }
+    if kind == "stateful":
+        stateful: Any = import_module("torchdata.stateful_dataloader")
+        return Datasets(stateful.StatefulDataLoader(data, batch_size=4, shuffle=True, collate_fn=pad))
     chosen = options[kind]
     sizes: dict[str, Any] = {} if "batch_sampler" in chosen else {"batch_size": 4}
     if kind == "dropping":

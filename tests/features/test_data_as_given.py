@@ -208,6 +208,7 @@ def test_a_wrong_length_or_order_is_refused(run, capfd, keywords, overrides, sai
 LOADERS = {
     "plain": list(range(SIZE)),
     "shuffled": list(range(SIZE)),
+    "stateful": list(range(SIZE)),
     "weighted": list(range(1, SIZE, 2)),
     "subset": list(range(5, 15)),
     "drawn": list(range(SIZE)),
@@ -222,7 +223,7 @@ def test_a_loader_gives_its_data_order_and_batches(taken, kind):
     assert {len(step) for step in steps[:-1]} == {4}
     if kind == "plain":
         assert samples == LOADERS[kind]
-    elif kind in ("shuffled", "subset"):
+    elif kind in ("shuffled", "stateful", "subset"):
         assert samples != sorted(samples) == LOADERS[kind]
     elif kind == "weighted":
         assert len(samples) == 20
