@@ -238,6 +238,23 @@ class Skipped(Skipping):
         self.note("on_after_backward")
 
 
+class Gathering(Base):
+    """Gathers its losses in training."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = mse_loss(self.net(x), y)
+        gathered = self.all_gather(loss.detach())
+        self.log("number", float(gathered.numel()))
+        self.log("gathered", gathered.mean())
+        return loss
+
+
+class GatheringInEvaluation(Base):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.all_gather(batch[0].mean())
+
+
 class LBFGS(Base):
     """An optimizer that calls the closure several times."""
 

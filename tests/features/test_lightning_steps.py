@@ -157,3 +157,13 @@ def test_a_module_logs_through_its_logger(run):
 def test_a_callback_of_lightning_in_the_section_callbacks(run, capfd):
     run("Skipping", f"+callbacks.counter._target_={STEPS}.Counter", status=2)
     assert "is a callback of Lightning" in capfd.readouterr().err
+
+
+@pytest.mark.multiproc
+def test_all_gather_returns_the_values_of_all_processes(run, capfd):
+    run_dir = run("Gathering", *TWO, "trainer.max_epochs=1")
+    assert set(results.curve(run_dir, "train/number").values()) == {2}
+    means = results.curve(run_dir, "train/gathered")
+    assert means == pytest.approx(results.curve(run_dir, "train/loss"), rel=1e-6)
+    run("GatheringInEvaluation", *TWO, status=2)
+    assert "GatheringInEvaluation calls all_gather in an evaluation step" in capfd.readouterr().err

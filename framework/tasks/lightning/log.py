@@ -51,7 +51,7 @@ class Log:
 
         # Where the module is: in a step or hook of this part; None where nothing can be logged.
         self._part: LogPart | None = None
-        self._in_step = False
+        self.in_step = False
         # The name of the set that is evaluated, if there are several.
         self.set_name = ""
 
@@ -85,12 +85,12 @@ class Log:
     def within(self, part: LogPart | None, *, in_step: bool = False) -> Iterator[None]:
         """Return a context for a hook or step of this part; None: nothing can be logged in it."""
         part_before = self._part
-        in_step_before = self._in_step
+        in_step_before = self.in_step
         self._part = part
-        self._in_step = in_step
+        self.in_step = in_step
         yield
         self._part = part_before
-        self._in_step = in_step_before
+        self.in_step = in_step_before
 
     def begin_batch(self, batch: Batch) -> None:
         self._batch = batch
@@ -131,7 +131,7 @@ class Log:
             raise self._refused(name, "nothing can be logged here. Log in a step, or in a hook of an epoch.")
 
         # Lightning's defaults: a training step logs for the step, everything else for the epoch.
-        is_training_step = part == "train" and self._in_step
+        is_training_step = part == "train" and self.in_step
         if on_step is None:
             on_step = is_training_step
         if on_epoch is None:
@@ -251,7 +251,7 @@ class Log:
     def _entry(self, name: str, value: Any, reduction: str, *, size: int | None) -> _Entry:
         """Return the entry of a number. A mean in a step is weighted by `size`, by default the inferred batch size."""
         weight = 1
-        if self._in_step and reduction == "mean":
+        if self.in_step and reduction == "mean":
             weight = self._inferred_size if size is None else size
         number = torch.as_tensor(self._number(name, value), dtype=self._dtype).detach().reshape(())
         return {"reduction": reduction, "value": number * weight, "weight": weight}

@@ -102,7 +102,7 @@ class LoggerView:
 
     @property
     def experiment(self) -> Any:
-        """The SummaryWriter of TensorBoard, or the run of another tracker; on other ranks what ignores all calls."""
+        """The SummaryWriter of TensorBoard; on other ranks what ignores all calls."""
         if not self._trainer.is_global_zero:
             return _Nothing()
         for logger in (self._loggers or {}).values():
@@ -120,7 +120,7 @@ class LoggerView:
         configured = ", ".join(self._loggers or {}) or "none yet: it is known from on_fit_start on"
         return LoggerAttributeError(
             f"There is no self.logger.{name} with these loggers: {configured}.\nFor `experiment`, choose "
-            "logger=tensorboard, wandb or mlflow. self.log, log_metrics, log_image and log_table work with each."
+            "logger=tensorboard. self.log, log_metrics, log_image and log_table work with each."
         )
 
     def _log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:

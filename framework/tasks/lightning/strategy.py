@@ -129,7 +129,8 @@ class StrategyView:
         if self._context.world_size == 1:
             return tensor
         name = type(self.lightning_module).__name__
-        if self._trainer.evaluating and self._trainer._is_in_step:
+        log = self._trainer._log
+        if self._trainer.evaluating and log is not None and log.in_step:
             raise TargetError(
                 f"{name} calls all_gather in an evaluation step, and processes may have different numbers of batches: "
                 "it would hang.\nLog with self.log or a torchmetrics.Metric, which are reduced over processes; or "

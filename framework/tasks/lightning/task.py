@@ -185,6 +185,7 @@ class LightningTask:
         self._detached = import_module(f"{utilities}.memory").recursive_detach
         self._log = Log(module, context, infer_batch_size=extract_batch_size)
         module.log = self._log.log
+        self._trainer._log = self._log
 
         self._steps: dict[str, Any] = {stage: getattr(module, name) for stage, name in _STEPS.items()}
         self._num_arguments = {stage: _num_arguments(step) for stage, step in self._steps.items()}

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from framework.config.schema import Config
 from framework.distributed.context import Context
 from framework.errors import ConfigError
+from framework.tasks.lightning.log import Log
 from framework.tasks.lightning.logger import LoggerView
 from framework.tasks.lightning.strategy import PrecisionView, StrategyView
 from framework.types import Logger
@@ -85,6 +86,8 @@ class TrainerView:
         self._logger = LoggerView(self) if config.logger and not config.trainer.fast_dev_run else None
         # Weak references: the module may be copied, and refers to this.
         self._module: Callable[[], Any] = lambda: None
+        # Set by the task.
+        self._log: Log | None = None
         self._built_optimizers: Callable[[], Optimizer | None] = lambda: None
         # Has the task make the steps, for an optimizer that needs a closure.
         self._make_steps: Callable[[], None] = lambda: None
