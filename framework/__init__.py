@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from framework.data import samplers, transforms
     from framework.data.mix import Mix
     from framework.data.tensor_samples import TensorSamples
+    from framework.data.token_file import TokenFile
     from framework.strategies.base import Strategy, StrategyCosts
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "Task",
     "TensorSamples",
     "Text",
+    "TokenFile",
     "load",
     "samplers",
     "train",
@@ -96,6 +98,7 @@ _IMPORTED_LATE = {
     "Strategy": "framework.strategies.base",
     "StrategyCosts": "framework.strategies.base",
     "TensorSamples": "framework.data.tensor_samples",
+    "TokenFile": "framework.data.token_file",
     "load": "framework.api.run",
     "train": "framework.api.train",
 }

@@ -10,6 +10,7 @@ The alphabet is printable ASCII and the newline. Shapes in the comments:
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-from framework import DataError, Datasets, StepOutput, TensorSamples
+from framework import DataError, Datasets, StepOutput, TensorSamples, TokenFile
 
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127))
 TOKENS = {character: token for token, character in enumerate(ALPHABET)}
@@ -42,11 +43,11 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * channels, channels, bias=False)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(self.norm_1(x)))  # (B, T, C)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.drop(self.attention(self.norm_1(x), mask))  # (B, T, C)
         return x + self.drop(self.mlp(self.norm_2(x)))
 
-    def attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(x).split(C, dim=2)  # each (B, T, C)
         # Each head attends by itself: (B, heads, T, C / heads).
@@ -55,7 +56,8 @@ class Block(nn.Module):
         v = v.view(B, T, self.heads, C // self.heads).transpose(1, 2)
 
         dropout = self.dropout if self.training else 0.0
-        y = scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        # Without a mask, each place attends to all before it.
+        y = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
 
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.proj(y)
@@ -67,9 +69,9 @@ class Block(nn.Module):
 class Embedding(nn.Module):
     """The sum of a vector for each character and one for its place."""
 
-    def __init__(self, context: int, channels: int, dropout: float) -> None:
+    def __init__(self, vocab_size: int, context: int, channels: int, dropout: float) -> None:
         super().__init__()
-        self.token = nn.Embedding(len(ALPHABET), channels)
+        self.token = nn.Embedding(vocab_size, channels)
         self.place = nn.Embedding(context, channels)
         self.drop = nn.Dropout(dropout)
 
@@ -90,17 +92,25 @@ class GPT(nn.Module):
         dropout: Dropout probability.
         tie_weights: The head uses the embedding's weights. Use false with strategy=pipeline, where the two are on
             different ranks.
+        vocab_size: Number of tokens; by default the characters of the alphabet.
     """
 
     def __init__(
-        self, layers: int, heads: int, channels: int, context: int, dropout: float = 0.0, tie_weights: bool = True
+        self,
+        layers: int,
+        heads: int,
+        channels: int,
+        context: int,
+        dropout: float = 0.0,
+        tie_weights: bool = True,
+        vocab_size: int = len(ALPHABET),
     ) -> None:
         super().__init__()
         self.context = context
-        self.embed = Embedding(context, channels, dropout)
+        self.embed = Embedding(vocab_size, context, channels, dropout)
         self.blocks = nn.ModuleList([Block(channels, heads, dropout) for _ in range(layers)])
         self.norm = nn.LayerNorm(channels, bias=False)
-        self.head = nn.Linear(channels, len(ALPHABET), bias=False)
+        self.head = nn.Linear(channels, vocab_size, bias=False)
 
         for name, parameter in self.named_parameters():
             if name.endswith(("proj.weight", "down.weight")):
@@ -112,10 +122,15 @@ class GPT(nn.Module):
         if tie_weights:
             self.head.weight = self.embed.token.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        mask = None
+        if documents is not None:
+            # Each place attends to those before it in its own document: (B, 1, T, T), for all heads.
+            is_same = documents[:, :, None] == documents[:, None, :]
+            mask = is_same.tril()[:, None]
         x = self.embed(tokens)  # (B, T, C)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         return self.head(self.norm(x))  # (B, T, V)
 
     def stages(self, number: int) -> list[nn.Module]:
@@ -146,8 +161,9 @@ class NextCharacter:
         self.per_sample = {"tokens": context}
 
     def training_step(self, model: nn.Module, batch: list[Tensor]) -> StepOutput:
-        tokens, next_tokens = batch  # each (B, T)
-        scores = model(tokens).flatten(0, 1)  # (B * T, V)
+        # Packed documents have a third tensor, the number of each token's document.
+        tokens, next_tokens, *documents = batch  # each (B, T)
+        scores = model(tokens, *documents).flatten(0, 1)  # (B * T, V)
         targets = next_tokens.flatten()  # (B * T)
         loss = cross_entropy(scores, targets)
         # In an evaluation, each metric's update(scores, targets) is called.
@@ -221,6 +237,34 @@ def characters(root: str, file: str, context: int, val_share: float = 0.1) -> Da
     )
 
 
+def token_files(
+    root: str, context: int, vocab_size: int, stride: int | None = None, document_end: int | None = None
+) -> Datasets:
+    """Return the windows of `train.bin` and `val.bin`, files of uint16 tokens as nanoGPT's.
+
+    Args:
+        root: Folder of the files.
+        context: Tokens of a window.
+        vocab_size: Number of tokens.
+        stride: Tokens from one training window to the next; null: `context`. Validation windows don't overlap.
+        document_end: The token that ends a document; null: windows aren't divided into documents.
+    """
+    folder = Path(root).expanduser()
+    train = TokenFile(folder / "train.bin", context, stride=stride, vocab_size=vocab_size, document_end=document_end)
+    val = TokenFile(folder / "val.bin", context, vocab_size=vocab_size, document_end=document_end)
+    return Datasets(train=train, val=val)
+
+
+def write_token_files(text_file: str, folder: str, val_share: float = 0.1) -> None:
+    """Write the characters of a text as the token files `train.bin` and `val.bin`."""
+    tokens = encode(Path(text_file).read_text()).numpy().astype("uint16")
+    num_train = int(len(tokens) * (1 - val_share))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    tokens[:num_train].tofile(Path(folder, "train.bin"))
+    tokens[num_train:].tofile(Path(folder, "val.bin"))
+    print(f"{folder}: {num_train:,} tokens in train.bin, {len(tokens) - num_train:,} in val.bin")
+
+
 # Job
 
 
@@ -238,3 +282,8 @@ def sample(model: Any, context: Any, prompt: str = "\n", length: int = 500, temp
         next_token = torch.multinomial(probabilities, num_samples=1)[None, :]  # (1, 1)
         tokens = torch.cat([tokens, next_token], dim=1)
     print("".join(ALPHABET[token] for token in tokens[0].tolist()))
+
+
+if __name__ == "__main__":
+    # python -m recipes.gpt data/tinyshakespeare/input.txt data/tokens
+    write_token_files(*sys.argv[1:])
