@@ -37,8 +37,8 @@ def test_training_equals_that_on_tokens_in_memory(tokens_run, train, tmp_path):
     for name in ("train/loss", "val/loss"):
         assert results.curve(one, name) == results.curve(memory, name)
 
-    part = tokens_run(every, "trainer.max_steps=3", "data.num_workers=1")
-    resumed = train(f"resume={part}", "trainer.max_steps=6")
+    part = tokens_run(every, "trainer.max_steps=3", "trainer.val_check_interval=3", "data.num_workers=1")
+    resumed = train(f"resume={part}", "trainer.max_steps=6", "trainer.val_check_interval=6")
     results.assert_same(results.saved(resumed)["model"], results.saved(one)["model"])
     two = tokens_run(every, "topology.procs_per_node=2")
     for name in ("train/loss", "val/loss"):
