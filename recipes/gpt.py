@@ -286,4 +286,4 @@ def sample(model: Any, context: Any, prompt: str = "\n", length: int = 500, temp
 
 if __name__ == "__main__":
     # python -m recipes.gpt data/tinyshakespeare/input.txt data/tokens
-    write_token_files(*sys.argv[1:])
+    write_token_files(sys.argv[1], sys.argv[2])
