@@ -103,7 +103,7 @@ def has_evaluation_mode(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def evaluation_mode(optimizer: Any, _: nn.Module) -> Iterator[None]:
+def weights_to_evaluate(optimizer: Any, _: nn.Module) -> Iterator[None]:
     """While entered, the parameters are those that the optimizer evaluates; afterwards exactly those of before.
 
     The optimizer's own way back, `train`, computes them, with an error of rounding that would depend on how often a run

@@ -28,7 +28,7 @@ from framework.distributed.sharded import has_output, is_model_sharded
 from framework.errors import ConfigError
 from framework.media import Table, Text
 from framework.optim.objectives import Objectives
-from framework.optim.optimizer import Closure, evaluation_mode, has_evaluation_mode, restore_optimizer
+from framework.optim.optimizer import Closure, has_evaluation_mode, restore_optimizer, weights_to_evaluate
 from framework.optim.precision import PrecisionPlugin
 from framework.optim.schedule import Schedule, Schedules
 from framework.optim.several import Optimizers
@@ -479,7 +479,7 @@ class TrainState:
         swaps: list[Callable[..., Any]] = []
         for optimizer in self.optimizers:
             if has_evaluation_mode(optimizer):
-                swaps.append(partial(evaluation_mode, optimizer))
+                swaps.append(partial(weights_to_evaluate, optimizer))
         swaps += hooks(self.callbacks.values(), "evaluation_weights")
         if self.strategy.replicas_differ:
             swaps.append(self.strategy.evaluation_weights)

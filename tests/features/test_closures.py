@@ -81,8 +81,10 @@ def plain_loop(name: str, *, noise: float = 0.0) -> tuple[dict[str, Tensor], lis
     ("overrides", "tolerance"),
     [
         pytest.param((), 0.0, id="one"),
-        pytest.param(("trainer.accumulate_grad_batches=3",), 1e-9, id="accumulated"),
-        pytest.param(("topology.procs_per_node=2",), 1e-9, id="2 ddp", marks=pytest.mark.multiproc),
+        pytest.param(("trainer.accumulate_grad_batches=3",), 1e-9, id="accumulated", marks=pytest.mark.exhaustive),
+        pytest.param(
+            ("topology.procs_per_node=2",), 1e-9, id="2 ddp", marks=[pytest.mark.multiproc, pytest.mark.exhaustive]
+        ),
         pytest.param(
             ("topology.procs_per_node=3", "strategy=allreduce"), 1e-9, id="3 allreduce", marks=pytest.mark.multiproc
         ),

@@ -28,7 +28,7 @@ SHORT = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS[1:])])
 def test_a_shown_kind_does_not_depend_on_processes(train, tmp_path, kind):
     if kind == "boxes" and importlib.util.find_spec("pycocotools") is None:
         pytest.skip("pycocotools isn't installed")

@@ -19,6 +19,7 @@ from tests.helpers.recipes import write_recipe
 
 CASES = "tests.features.trained_task_cases"
 STEPS = 9
+EXHAUSTIVE = (pytest.mark.multiproc, pytest.mark.exhaustive)
 
 
 @pytest.fixture
@@ -68,12 +69,10 @@ def plain_loop(name: str) -> dict[str, Tensor]:
     "overrides",
     [
         pytest.param((), id="one"),
-        pytest.param(("trainer.accumulate_grad_batches=3",), id="accumulated"),
+        pytest.param(("trainer.accumulate_grad_batches=3",), id="accumulated", marks=pytest.mark.exhaustive),
         pytest.param(("topology.procs_per_node=2",), id="2 ddp", marks=pytest.mark.multiproc),
-        pytest.param(("topology.procs_per_node=3", "strategy=ddp"), id="3 ddp", marks=pytest.mark.multiproc),
-        pytest.param(
-            ("topology.procs_per_node=2", "strategy=allreduce"), id="2 allreduce", marks=pytest.mark.multiproc
-        ),
+        pytest.param(("topology.procs_per_node=3", "strategy=ddp"), id="3 ddp", marks=EXHAUSTIVE),
+        pytest.param(("topology.procs_per_node=2", "strategy=allreduce"), id="2 allreduce", marks=EXHAUSTIVE),
     ],
 )
 @pytest.mark.parametrize("task", ["LearnedWeights", "WithCritic"])
