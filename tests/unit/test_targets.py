@@ -31,6 +31,7 @@ def config(**changes: Any) -> Any:
         "data": {"datasets": node("datasets", parts=2), "collate_fn": None, "sampler": None},
         "task": node("framework.tasks.Supervised", loss=node("torch.nn.MSELoss"), metrics={}),
         "strategy": node("framework.strategies.auto"),
+        "peft": None,
         "optimizer": node("torch.optim.SGD", lr=0.1),
         "scheduler": {"schedule": node("framework.optim.cosine", warmup_steps=2)},
         "logger": {"one": node("FakeLogger", prefix="x")},
