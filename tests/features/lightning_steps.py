@@ -244,7 +244,7 @@ class Gathering(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         loss = mse_loss(self.net(x), y)
-        gathered = self.all_gather(loss.detach())
+        gathered: Any = self.all_gather(loss.detach())
         self.log("number", float(gathered.numel()))
         self.log("gathered", gathered.mean())
         return loss
