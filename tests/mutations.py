@@ -767,7 +767,73 @@ SWEEPS = [
         what="The API keys of a sweep are in sweep.json, which everybody can read.",
     ),
 ]
-MUTATIONS = [*LAUNCH, *TRAINER, *DATA, *STRATEGIES, *CHECKPOINT, *CONFIG, *JOBS, *SWEEPS]
+STEPS = [
+    Mutation(
+        name="closure-draws-new-numbers",
+        caught_by="tests/features/test_closures.py::test_each_call_of_a_step_draws_the_same_numbers",
+        within="ClosureSteps.run",
+        old="restore_generator_states(generators, devices=devices)",
+        new="None",
+        what="LBFGS compares losses with different dropout masks.",
+    ),
+    Mutation(
+        name="closure-returns-own-loss",
+        caught_by="tests/features/test_closures.py::test_closures_train_as_in_a_plain_loop_and_resume",
+        within="ClosureSteps._pass",
+        old="sum_over_ranks(part.grad, context) / context.world_size",
+        new="part.grad",
+        what="Each rank's line search follows the loss of its own samples.",
+    ),
+    Mutation(
+        name="schedule-free-weights-are-rounded",
+        caught_by="tests/features/test_optimizers.py::test_schedule_free_weights_are_evaluated_and_others_trained",
+        within="weights_to_evaluate",
+        old="parameter.copy_(copy)",
+        new="pass",
+        what="A run that is evaluated more often ends with other weights.",
+    ),
+    Mutation(
+        name="task-state-has-the-model",
+        caught_by="tests/features/test_trained_tasks.py::test_a_checkpoint_has_each_parameter_once",
+        within="without_model_state",
+        old="name not in shared",
+        new="True",
+        what="Checkpoints hold the model twice if the task keeps it as an attribute.",
+    ),
+    Mutation(
+        name="bare-model-is-trained",
+        caught_by="tests/features/test_trained_tasks.py::test_what_no_strategy_would_average_is_refused",
+        within="DDP.accumulate",
+        old="model.require_forward_param_sync is None",
+        new="False",
+        what="A task that calls the bare model trains each process by itself.",
+    ),
+    Mutation(
+        name="positions-are-those-of-the-rank",
+        caught_by="tests/features/test_step_info.py::test_a_contrastive_loss_is_that_of_one_process",
+        within="BatchInfos._begin",
+        old="sum(self._sizes(window)[: self._share.rank])",
+        new="0",
+        what="Every rank takes the first samples of the gathered batch for its own.",
+    ),
+    Mutation(
+        name="slots-of-the-first-rank",
+        caught_by="tests/features/test_slot_state.py::test_resumes_on_another_number_of_processes",
+        within="SlotState._own_slots",
+        old="self._context.rank",
+        new="0",
+        what="After a resume, all ranks continue with the hidden states of the first rank's samples.",
+    ),
+    Mutation(
+        name="changed-frozen-weights-are-accepted",
+        caught_by="tests/features/test_adapters.py::test_a_small_checkpoint_resumes_exactly",
+        within="_changed",
+        old="hash_of(state[name].detach()) != value",
+        new="False",
+        what="Adapters are evaluated on a base model with other weights than those they were trained on.",
+    ),
+]
+MUTATIONS = [*LAUNCH, *TRAINER, *DATA, *STRATEGIES, *CHECKPOINT, *CONFIG, *JOBS, *SWEEPS, *STEPS]
 
 
 def outcome(mutation: Mutation, sources: dict[Path, str]) -> str:

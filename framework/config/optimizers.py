@@ -266,10 +266,15 @@ def closure_mistakes(optimizers: Sequence[OptimizerConfig], precision: Precision
         if len(optimizers) > 1:
             yield f"{optimizer.key}: {name} computes the loss in its step, so it must be the only optimizer."
         if precision == "16-mixed":
-            yield (
-                f"{optimizer.key}: {name} computes the loss several times in a step, which can't go with the scaled "
-                "losses of trainer.precision=16-mixed. Use bf16-mixed or 32-true."
-            )
+            yield refuses_scaled_losses(optimizer.key, name)
+
+
+def refuses_scaled_losses(key: str, name: str) -> str:
+    """Return the message for an optimizer whose step takes a closure, and 16-mixed."""
+    return (
+        f"{key}: {name} computes the loss several times in a step, which can't go with the scaled losses of "
+        "trainer.precision=16-mixed. Use bf16-mixed or 32-true."
+    )
 
 
 def _out_of_range(key: str, value: Any, allowed: _Range, *, target: str) -> Iterator[str]:

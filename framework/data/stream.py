@@ -184,7 +184,7 @@ class StreamLoader:
         self._nominal_samples = start
         if start:
             # The samples before are skipped; every rank has read all of them.
-            self._turns = Turns.dealt(None, [ShardPosition(0, start)], self._plan)
+            self._turns = Turns.distributed(None, [ShardPosition(0, start)], self._plan)
 
     def _read(self, epoch: int) -> Iterator[_ReadWindow]:
         """Yield what the readers read, in turn. A reader whose shards have all ended is passed over."""

@@ -118,7 +118,7 @@ class Turns:
         self._next = 0
 
     @staticmethod
-    def dealt(num_shards: int | None, positions: Iterable[ShardPosition], plan: StreamPlan) -> Turns:
+    def distributed(num_shards: int | None, positions: Iterable[ShardPosition], plan: StreamPlan) -> Turns:
         """Return this rank's part of all shards: each belongs to one reader of one source."""
         own = sorted(positions, key=lambda position: position.shard)
         if plan.is_sharded:
@@ -130,7 +130,7 @@ class Turns:
     def at_start(plan: StreamPlan) -> Turns:
         """Return the turns at the start of an epoch."""
         shards = range(plan.num_shards or 1)
-        return Turns.dealt(plan.num_shards, map(ShardPosition, shards), plan)
+        return Turns.distributed(plan.num_shards, map(ShardPosition, shards), plan)
 
     def advance(self, reader: int, shard: int, end: ShardPosition | None) -> None:
         """Note that the rank has taken the reader's next window.
@@ -166,7 +166,7 @@ def resumed_turns(states: Sequence[Mapping[str, Any]], plan: StreamPlan) -> Turn
     """Return this rank's turns after a resume, from the `states` of all ranks.
 
     On the topology of the checkpoint every reader continues with its shards, in its turn. On another, the shards are
-    dealt to the readers that there are. Raises CheckpointError if a state isn't one of a stream.
+    distributed over the readers that there are. Raises CheckpointError if a state isn't one of a stream.
     """
     try:
         return _resumed(states, plan)
@@ -193,7 +193,7 @@ def _resumed(states: Sequence[Mapping[str, Any]], plan: StreamPlan) -> Turns:
     for queues in saved:
         for queue in queues:
             positions += queue
-    return Turns.dealt(num_shards, positions, plan)
+    return Turns.distributed(num_shards, positions, plan)
 
 
 def _saved_queues(state: Mapping[str, Any]) -> list[Queue]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from framework.checkpoint import LocalStorage
 from framework.checkpoint.manager import CheckpointManager
 from framework.checkpoint.reader import load_progress
-from framework.config.optimizers import optimizer_configs
+from framework.config.optimizers import optimizer_configs, refuses_scaled_losses
 from framework.config.schema import Node, ProgressMode, TrainerConfig
 from framework.config.written import written_config
 from framework.data.epochs import EpochSizes
@@ -235,10 +235,7 @@ def _check_closure(setup: RankSetup, optimizer: Optimizer, task: Task) -> None:
     if isinstance(optimizer, Optimizers):
         raise ConfigError("optimizer: one that computes the loss in its step must be the only one.")
     if setup.config.trainer.precision == "16-mixed":
-        raise ConfigError(
-            f"optimizer: {name} computes the loss several times in a step, which can't go with the scaled losses of "
-            "trainer.precision=16-mixed. Use bf16-mixed or 32-true."
-        )
+        raise ConfigError(refuses_scaled_losses("optimizer", name))
     if hasattr(task, "slot_state"):
         raise ConfigError(
             f"optimizer: {name} computes the loss several times in a step, and each time would move on the slot_state "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.config.schema import TrainerConfig
 from framework.distributed.collectives import sum_over_ranks
@@ -79,8 +79,8 @@ class ClosureSteps:
         for parameter in parameters:
             parameter.grad = None
 
-        # This rank's part of the loss. It is divided as gradients are, so it stands in the place of one.
-        part = nn.Parameter(torch.zeros((), dtype=torch.float64, device=self._state.context.device))
+        # This rank's part of the loss is the `grad` of a tensor, since it is divided as gradients are.
+        part = torch.zeros((), dtype=torch.float64, device=self._state.context.device)
         part.grad = torch.zeros_like(part)
         last = len(micro_batches) - 1
         for index, micro in enumerate(micro_batches):

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.features.lightning_step_settings import SETTINGS
+
 EPOCHS = 3
 
 
@@ -371,20 +373,6 @@ class Schedules(Base):
             {"scheduler": step, "interval": "step"},
             {"scheduler": plateau, "monitor": "train_loss"},
         ]
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "Hooked": {"accumulate_grad_batches": 2},
-    "Skipping": {},
-    "WithCallbacks": {},
-    "Skipped": {},
-    "LBFGS": {},
-    "Gan": {},
-    "NormedGan": {},
-    "Accumulating": {},
-    "Schedules": {},
-}
-"""The name of each module, and keys of the section `trainer`, which are Lightning's own."""
 
 
 def train(folder: str, name: str) -> None:

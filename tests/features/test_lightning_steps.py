@@ -5,28 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 
+from tests.features.lightning_step_settings import SETTINGS
 from tests.helpers import results
 from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
 
 STEPS = "tests.features.lightning_steps"
-# The names are those of `lightning_steps.SETTINGS`, which takes seconds to import.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "Hooked": {"accumulate_grad_batches": 2},
-    "Skipping": {},
-    "WithCallbacks": {},
-    "Skipped": {},
-    "LBFGS": {},
-    "Gan": {},
-    "NormedGan": {},
-    "Accumulating": {},
-    "Schedules": {},
-}
 QUICK = ("Hooked", "Gan", "WithCallbacks")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in SETTINGS]
 TWO = ("topology.procs_per_node=2", "data.batch_size=4", "data.eval_batch_size=4")

@@ -1,0 +1,18 @@
+"""The modules of `lightning_steps`, for tests that don't import Lightning, which takes seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "Hooked": {"accumulate_grad_batches": 2},
+    "Skipping": {},
+    "WithCallbacks": {},
+    "Skipped": {},
+    "LBFGS": {},
+    "Gan": {},
+    "NormedGan": {},
+    "Accumulating": {},
+    "Schedules": {},
+}
+"""The name of each module, and keys of the section `trainer`, which are Lightning's own."""
