@@ -217,14 +217,16 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank is after the window that was yielded last; see `load_state_dict`."""
-        state = {"is_sharded": self._plan.is_sharded, "nominal_samples": self._nominal_samples}
+        state: dict[str, Any] = {"is_sharded": self._plan.is_sharded}
         # Of ranks that read the same, the first keeps the state.
         if self._plan.is_sharded or self._plan.rank == 0:
             state.update(self._turns.state_dict())
         return state
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], *, samples: int) -> None:
-        """Continue from the `states` of all ranks, after `samples` of the epoch. Every rank must call it.
+        """Continue from the `states` of all ranks. Every rank must call it.
+
+        samples: of the epoch over all ranks, if each of its windows had been complete.
 
         The number of ranks and of their readers may be another one. Raises CheckpointError if the dataset splits itself
         by rank, and they differ.
@@ -243,7 +245,7 @@ class StreamLoader:
                 "an epoch's end."
             )
         self._resumed = resumed
-        self._nominal_samples = states[0].get("nominal_samples", samples)
+        self._nominal_samples = samples
 
     @property
     def identity(self) -> DataIdentity:

@@ -35,14 +35,22 @@ class Start(NamedTuple):
 FROM_SCRATCH = Start()
 
 
+def nominal_samples(progress: Mapping[str, int]) -> int:
+    """Return the samples that are taken of an epoch if each global batch was complete.
+
+    Checkpoints of earlier versions only have the samples that were taken.
+    """
+    return progress.get("nominal_samples", progress["samples"])
+
+
 def start_of(progress: Mapping[str, int], *, steps: EpochSteps | None, plan: BatchPlan) -> Start:
     """Return where a resumed run starts, maybe in the middle of an epoch and with another global batch.
 
-    progress: `epoch`, `step`, and `samples` taken of that epoch. steps: of each epoch; None if unknown.
+    progress: of a checkpoint. steps: of each epoch; None if unknown.
     """
     steps_left = None
     if progress["samples"] and steps is not None:
-        left = max(0, steps.samples_of(progress["epoch"]) - progress["samples"])
+        left = max(0, steps.samples_of(progress["epoch"]) - nominal_samples(progress))
         steps_left = count_windows(left, global_batch_size=plan.global_batch_size, drop_last=plan.drop_last)
     return Start(progress["epoch"], progress["step"], steps_left)
 

@@ -37,6 +37,7 @@ from framework.strategies.parameters import Trainable, described_change
 from framework.system.rank_log import logger
 from framework.training.content_hash import hash_of, weight_hashes
 from framework.training.evaluation import Evaluation, Evaluator, isolated
+from framework.training.length import nominal_samples
 from framework.training.meter import Meter, ReportedPairs
 from framework.training.rank_states import (
     RANK_STATES,
@@ -67,6 +68,8 @@ class Progress:
     step: int = 0
     # Samples of the epoch that were trained on, over all ranks.
     samples: int = 0
+    # As many, if each global batch had been complete: those of a stream read in shards may be short at any time.
+    nominal_samples: int = 0
 
     @property
     def last_epoch(self) -> int:
@@ -75,18 +78,21 @@ class Progress:
             return self.epoch
         return self.epoch - 1
 
-    def advance(self, *, global_count: int, epoch_end: bool) -> None:
+    def advance(self, *, global_count: int, global_batch_size: int, epoch_end: bool) -> None:
         """Count one optimizer step; the last one of an epoch moves on to the next."""
         self.step += 1
         self.samples += global_count
+        self.nominal_samples += global_batch_size
         if epoch_end:
             self.epoch += 1
             self.samples = 0
+            self.nominal_samples = 0
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch = state["epoch"]
         self.step = state["step"]
         self.samples = state["samples"]
+        self.nominal_samples = nominal_samples(state)
 
 
 class RankState(NamedTuple):
@@ -454,7 +460,7 @@ class TrainState:
         samples = self.progress.samples
         if "data" in training:
             self.train_loader.load_identity(DataIdentity.load(training["data"]), samples=samples)
-        self.train_loader.load_state_dict(training.get("streams", []), samples=samples)
+        self.train_loader.load_state_dict(training.get("streams", []), samples=self.progress.nominal_samples)
         self.val_metrics = dict(training.get("val_metrics", {}))
         self.val_step = training.get("val_step")
         self._load_unlogged(training.get("meters", []), training.get("reported", []))

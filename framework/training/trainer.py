@@ -241,7 +241,11 @@ class Trainer:
             loss = self.train_step(window)
 
             self.logbook.throughput.samples += window.global_count
-            progress.advance(global_count=window.global_count, epoch_end=window.epoch_end)
+            progress.advance(
+                global_count=window.global_count,
+                global_batch_size=self.train_loader.global_batch_size,
+                epoch_end=window.epoch_end,
+            )
             self._timer.finish_step(progress.step)
             info = StepInfo(progress.step, epoch, loss, window.global_count, window.indices, window.epoch_end)
             for hook in self._hooks.step_end:

@@ -93,6 +93,28 @@ def test_uneven_streams_train_resume_and_predict(train: Train, tmp_path: Path) -
     assert [round(float(row[1])) for row in rows] == [*range(100, 107), *range(200, 204)]
 
 
+LENGTH = """
+class Length:
+    def on_fit_start(self, info): print("length", info.start_step, info.total_steps, info.steps_left_in_epoch)
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("reading", ["data.stream=join", "data.num_workers=2"])
+def test_short_windows_count_as_steps_of_a_limited_epoch(train: Train, tmp_path: Path, reading: str) -> None:
+    """Some of the 9 steps of an epoch have fewer samples than a global batch, since the second shard is shorter."""
+    (tmp_path / "length.py").write_text(LENGTH)
+    limited = ("trainer.limit_train_batches=9", "trainer.max_epochs=2", "scheduler=cosine", reading)
+    both = (*COMMON, *limited, "topology.procs_per_node=2", "+callbacks.length._target_=length.Length")
+    whole = train(*both)
+    assert results.results(whole)["steps"] == 18
+    stopped = train(*both, "+trainer.max_steps=7", "scheduler.total_steps=18")
+    resumed = train(f"resume={stopped}", "trainer.max_steps=null", "scheduler.total_steps=null")
+    results.assert_same(results.weights(resumed), results.weights(whole))
+    lengths = [line for line in results.log(resumed).splitlines() if line.startswith("length")]
+    assert lengths == ["length 0 7 None", "length 7 18 2"]
+
+
 @pytest.mark.multiproc
 def test_an_error_in_one_stream_names_its_process(train: Train) -> None:
     run = train(*COMMON, *TWO, "+data.datasets.fails=true", status=1)
