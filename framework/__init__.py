@@ -5,8 +5,10 @@ These are the public names, for recipes and for a user's own code. Importing the
 
 from __future__ import annotations
 
+import sys
 import warnings
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.errors import ConfigError, DataError, FrameworkError, RequestError, RunError
@@ -112,6 +114,14 @@ _RENAMED = {
     "StepReport": "StepInfo",
 }
 """Earlier public names, which keep working."""
+
+
+_INSTALLED = Path(__file__).parent / "installed"
+"""In an installation, the folder with the folder `recipes`; a repository has it at the top."""
+
+# Last, so that `recipes` of the working directory come first. Neither has an __init__.py: Python merges them.
+if _INSTALLED.is_dir() and str(_INSTALLED) not in sys.path:
+    sys.path.append(str(_INSTALLED))
 
 
 def __getattr__(name: str) -> Any:
