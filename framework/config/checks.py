@@ -42,6 +42,18 @@ def _limits(config: Config) -> Iterator[str]:
         value = getattr(trainer, name)
         if isinstance(value, float) and value > 1:
             yield f"trainer.{name}={value}: a fraction of the batches is at most 1.0; a number of batches is whole."
+    interval = trainer.val_check_interval
+    if isinstance(interval, float):
+        if interval > 1:
+            yield (
+                f"trainer.val_check_interval={interval}: a share of the epoch is at most 1.0; a number of optimizer "
+                "steps is whole."
+            )
+        if trainer.check_val_every_n_epoch is None:
+            yield (
+                f"trainer.val_check_interval={interval} is a share of the epochs that are validated, and "
+                "trainer.check_val_every_n_epoch=null validates none. Set it to 1, or use a number of optimizer steps."
+            )
     if trainer.overfit_batches is not None:
         for name in ("limit_train_batches", "limit_val_batches", "fast_dev_run"):
             if getattr(trainer, name) not in (None, False):
@@ -223,18 +235,19 @@ def validation_mistakes(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if trainer.fast_dev_run or trainer.limit_val_batches == 0:
         return
-    # Each interval with the length of the run, in the same unit.
-    intervals = [("val_check_interval", "max_steps")]
-    if trainer.val_check_interval is None:
-        intervals.append(("check_val_every_n_epoch", "max_epochs"))
-    for interval, end in intervals:
-        every = getattr(trainer, interval)
-        last = getattr(trainer, end)
-        if every is not None and last is not None and every > last:
-            yield (
-                f"trainer.{interval}={every} is above trainer.{end}={last}, so nothing would be validated. "
-                f"Use {last} or less, or trainer.limit_val_batches=0 to train without validation."
-            )
+    # The interval and the length of the run, in the same unit.
+    interval = "check_val_every_n_epoch"
+    end = "max_epochs"
+    if isinstance(trainer.val_check_interval, int):
+        interval = "val_check_interval"
+        end = "max_steps"
+    every = getattr(trainer, interval)
+    last = getattr(trainer, end)
+    if every is not None and last is not None and every > last:
+        yield (
+            f"trainer.{interval}={every} is above trainer.{end}={last}, so nothing would be validated. "
+            f"Use {last} or less, or trainer.limit_val_batches=0 to train without validation."
+        )
 
 
 def _init(config: Config) -> Iterator[str]:

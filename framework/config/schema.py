@@ -171,8 +171,8 @@ class TrainerConfig:
     log_every_n_steps: int = bounded(at_least=1)
     # How progress is shown on the terminal.
     progress: ProgressMode = "auto"
-    # Optimizer steps between two validations. null: validate at the end of epochs.
-    val_check_interval: int | None = bounded(at_least=1)
+    # Optimizer steps between two validations, or a share of the epoch's steps. null: validate at the end of epochs.
+    val_check_interval: int | float | None = bounded(above=0)
     # Epochs between two validations. null: don't validate at the end of epochs.
     check_val_every_n_epoch: int | None = bounded(at_least=1)
     # Validation batches of each process before training, to find mistakes early.

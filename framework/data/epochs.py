@@ -118,6 +118,14 @@ class EpochSteps:
             return max(0, end - begin) * self.constant
         return sum(self.of(epoch) for epoch in range(begin, end))
 
+    def done(self, samples: int) -> int:
+        """Return the steps that the first `samples` of an epoch have taken."""
+        return count_windows(samples, global_batch_size=self.plan.global_batch_size)
+
+    def share(self, epoch: int, share: float) -> int:
+        """Return the whole steps in a share of an epoch, at least one."""
+        return max(1, int(self.of(epoch) * share))
+
     def samples_of(self, epoch: int) -> int:
         """Return the samples that an epoch takes."""
         most = self.of(epoch) * self.plan.global_batch_size

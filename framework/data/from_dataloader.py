@@ -26,7 +26,7 @@ from framework.types import Datasets, Sampler
 def unpack_dataloaders(datasets: Datasets) -> Datasets:
     """Return the datasets with each DataLoader replaced by its dataset, and with its collate function.
 
-    The train part's sampler, batch size and `drop_last` are taken too, of an evaluation part the batch size. Order and
+    The train part's sampler, batch size and `drop_last` are taken too, of an evaluation part the last two. Order and
     seed are the framework's, and so are workers and pinned memory (`data.num_workers`). Raises DataError for what can't
     be taken.
     """
@@ -48,8 +48,8 @@ def unpack_dataloaders(datasets: Datasets) -> Datasets:
             train_dataset, sampler = _order(train)
     return Datasets(
         train=train_dataset,
-        val=_datasets_of(datasets.val),
-        test=_datasets_of(datasets.test),
+        val=_evaluated_parts(datasets.val, "val"),
+        test=_evaluated_parts(datasets.test, "test"),
         collate_fn=_collate_fns(datasets) or None,
         sampler=sampler,
         batch_size=batch_size,
@@ -62,11 +62,28 @@ def _dataset_of(part: Any) -> Any:
     return part.dataset if isinstance(part, DataLoader) else part
 
 
-def _datasets_of(parts: Any) -> Any:
+def _evaluated_parts(parts: Any, part: str) -> Any:
     """Return the dataset of an evaluation part, or of each of several ones."""
     if isinstance(parts, Mapping):
-        return {name: _dataset_of(part) for name, part in parts.items()}
-    return _dataset_of(parts)
+        return {name: _evaluated(loader, f"{part}/{name}") for name, loader in parts.items()}
+    return _evaluated(parts, part)
+
+
+def _evaluated(loader: Any, part: str) -> Any:
+    """Return the samples to evaluate: with `drop_last`, those of whole batches."""
+    if not isinstance(loader, DataLoader) or not loader.drop_last or isinstance(loader.dataset, IterableDataset):
+        return _dataset_of(loader)
+    dataset: Any = loader.dataset
+    batch_size = loader.batch_size or 1
+    whole = len(dataset) // batch_size * batch_size
+    if whole == 0:
+        raise DataError(
+            f"drop_last=True leaves nothing of the {part} part: it has {len(dataset)} samples, and a batch "
+            f"{batch_size}.\nUse a smaller batch_size, or drop_last=False."
+        )
+    if whole == len(dataset):
+        return dataset
+    return Subset(dataset, range(whole))
 
 
 def _collate_fns(datasets: Datasets) -> dict[str, Any]:
@@ -106,6 +123,10 @@ def _check(loader: DataLoader[Any], part: str) -> None:
     if loader.worker_init_fn is not None:
         what = f"worker_init_fn={getattr(loader.worker_init_fn, '__name__', 'a function')}"
         refused.append((what, "Leave it out: samples are drawn from generators that are seeded for each of them"))
+
+    if part != "train" and loader.drop_last and isinstance(loader.dataset, IterableDataset):
+        why = "What is dropped of a stream would depend on the number of processes: leave it out"
+        refused.append(("drop_last=True", why))
 
     what = f"sampler={type(loader.sampler).__name__}"
     is_random = isinstance(loader.sampler, (WeightedRandomSampler, SubsetRandomSampler))

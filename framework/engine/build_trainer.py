@@ -15,7 +15,7 @@ from framework.checkpoint.reader import load_progress
 from framework.config.optimizers import optimizer_configs, refuses_scaled_losses
 from framework.config.schema import Node, ProgressMode, TrainerConfig
 from framework.config.written import written_config
-from framework.data.epochs import EpochSizes
+from framework.data.epochs import EpochSizes, EpochSteps
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.distributed.gloo_threads import let_gloo_finish_messages
 from framework.distributed.process_group import new_group, set_group_timeouts, set_timeout
@@ -117,7 +117,7 @@ def build_trainer(
         checkpoints=_checkpoint_manager(setup),
         # Until then the time-out is that of `_wrap`.
         after_first_step=partial(set_timeout, config.backend.timeout, setup.context, groups=groups),
-        after_validation=partial(_after_validation, setup),
+        after_validation=partial(_after_validation, setup, train_loader.steps),
         check_run_dir=_run_dir_check(setup),
         link=setup.link,
         counts_flops=bool(config.logger),
@@ -255,20 +255,32 @@ def _has_sparse_gradients(model: nn.Module) -> bool:
 # Observers and checkpoints
 
 
-def _after_validation(setup: RankSetup, info: EvalInfo) -> None:
-    """Show the monitored metric in the rank status. Raises ConfigError if one that is monitored is never computed."""
+def _after_validation(setup: RankSetup, steps: EpochSteps | None, info: EvalInfo) -> None:
+    """Show the monitored metric in the rank status. Raises ConfigError if one that is monitored is never computed.
+
+    steps: of each epoch; None if unknown.
+    """
     check_metrics(setup.config, info.metrics)
     monitor = setup.config.checkpoint.monitor
     if monitor is not None and monitor in info.metrics:
-        number = _validation_number(setup.config.trainer, info)
+        number = _validation_number(setup.config.trainer, steps, info)
         setup.link.rank_status.set_validation(number, info.metrics[monitor])
 
 
-def _validation_number(trainer: TrainerConfig, info: EvalInfo) -> int:
+def _validation_number(trainer: TrainerConfig, steps: EpochSteps | None, info: EvalInfo) -> int:
     """Return the number of a validation in its run, from 1. A run that is resumed goes on with it."""
-    if trainer.val_check_interval is not None:
-        return info.step // trainer.val_check_interval
-    return (info.epoch + 1) // (trainer.check_val_every_n_epoch or 1)
+    interval = trainer.val_check_interval
+    if isinstance(interval, int):
+        return info.step // interval
+    every_n_epoch = trainer.check_val_every_n_epoch or 1
+    if interval is None or steps is None:
+        return (info.epoch + 1) // every_n_epoch
+    # Several in an epoch.
+    number = 0
+    for epoch in range(every_n_epoch - 1, info.epoch, every_n_epoch):
+        number += steps.of(epoch) // steps.share(epoch, interval)
+    done = info.step - steps.between(0, info.epoch)
+    return number + done // steps.share(info.epoch, interval)
 
 
 def _callback_nodes(setup: RankSetup) -> Mapping[str, Node]:

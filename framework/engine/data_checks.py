@@ -40,6 +40,12 @@ def _mistakes_of_streams(config: Config, streams: list[str]) -> Iterator[str]:
             yield (
                 f"trainer.{key}={limit} is a share of a stream, whose length is unknown. Use a whole number of batches."
             )
+    interval = config.trainer.val_check_interval
+    if "train" in streams and isinstance(interval, float):
+        yield (
+            f"trainer.val_check_interval={interval} is a share of an epoch, and a stream's length is unknown. Use a "
+            "number of optimizer steps, or null for the end of epochs."
+        )
     if streams and config.trainer.overfit_batches is not None:
         yield (
             f"trainer.overfit_batches can't go with a stream ({', '.join(streams)}), which gives each sample once. "
@@ -128,14 +134,24 @@ def check_validation(
 def _first_validation(config: Config, datasets: Datasets, *, steps: EpochSteps | None, start: Start) -> int | None:
     """Return after how many steps the first validation is due; None if that is unknown, or none is."""
     interval = config.trainer.val_check_interval
-    if interval is not None:
+    if isinstance(interval, int):
         return (start.step // interval + 1) * interval
     every_n_epoch = config.trainer.check_val_every_n_epoch
     # A stream's epochs may be shorter.
     if every_n_epoch is None or steps is None or isinstance(datasets.train, IterableDataset):
         return None
     epoch = (start.epoch // every_n_epoch + 1) * every_n_epoch - 1
-    return step_of_epoch_end(epoch, steps=steps, start=start)
+    end = step_of_epoch_end(epoch, steps=steps, start=start)
+    if interval is None:
+        return end
+    begin = end - steps.of(epoch)
+    every = steps.share(epoch, interval)
+    number = max(0, start.step - begin) // every + 1
+    if begin + number * every <= end:
+        return begin + number * every
+    # What is left of this epoch is shorter.
+    begin = step_of_epoch_end(epoch + every_n_epoch - 1, steps=steps, start=start)
+    return begin + steps.share(epoch + every_n_epoch, interval)
 
 
 def check_metrics(config: Config, metrics: Collection[str]) -> None:

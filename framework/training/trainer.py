@@ -302,11 +302,25 @@ class Trainer:
         )
 
     def _evaluation_is_due(self, *, epoch_end: bool) -> bool:
-        every_steps = self.settings.val_check_interval
-        if every_steps is not None:
-            return self.progress.step % every_steps == 0
+        interval = self.settings.val_check_interval
+        if isinstance(interval, int):
+            return self.progress.step % interval == 0
         every_epochs = self.settings.check_val_every_n_epoch
-        return epoch_end and every_epochs is not None and (self.progress.last_epoch + 1) % every_epochs == 0
+        if interval is None:
+            return epoch_end and every_epochs is not None and (self.progress.last_epoch + 1) % every_epochs == 0
+        return self._share_is_due(interval, epoch_end=epoch_end)
+
+    def _share_is_due(self, share: float, *, epoch_end: bool) -> bool:
+        """Return True if a validation is due that is repeated whenever this share of the epoch is trained."""
+        steps = self.train_loader.steps
+        every_epochs = self.settings.check_val_every_n_epoch
+        epoch = self.progress.last_epoch
+        assert steps is not None, "check_streams refuses a share of a stream"
+        assert every_epochs is not None, "the configuration was checked"
+        if (epoch + 1) % every_epochs != 0:
+            return False
+        done = steps.of(epoch) if epoch_end else steps.done(self.progress.samples)
+        return done % steps.share(epoch, share) == 0
 
     def _save_is_due(self, *, epoch_end: bool) -> bool:
         checkpoints = self.checkpoints

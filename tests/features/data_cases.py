@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Subset,
     SubsetRandomSampler,
@@ -137,12 +138,21 @@ def loader(kind: str) -> Datasets:
     if kind == "stateful":
         stateful: Any = import_module("torchdata.stateful_dataloader")
         return Datasets(stateful.StatefulDataLoader(data, batch_size=4, shuffle=True, collate_fn=pad))
-    chosen = options[kind]
+    chosen = options.get(kind, {})
     sizes: dict[str, Any] = {} if "batch_sampler" in chosen else {"batch_size": 4}
     if kind == "dropping":
         data = Subset(data, range(27))
     val = DataLoader(Subset(data, range(9)), batch_size=3, collate_fn=pad)
+    if kind == "dropping a stream":
+        val = DataLoader(Streamed(), batch_size=3, drop_last=True)
+    if kind == "dropping all":
+        val = DataLoader(Subset(data, range(9)), batch_size=10, drop_last=True)
     return Datasets(DataLoader(data, collate_fn=pad, **sizes, **chosen), val)
+
+
+class Streamed(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
 
 
 class Batches(BatchSampler):

@@ -102,6 +102,8 @@ def test_overfitting_uses_the_same_few_batches(train):
         (("trainer.check_val_every_n_epoch=2",), [20, 40]),
         (("trainer.val_check_interval=15", "trainer.check_val_every_n_epoch=null"), [15, 30, 45]),
         (("trainer.check_val_every_n_epoch=null", "checkpoint.monitor=null"), []),
+        (("trainer.val_check_interval=0.35",), [3, 6, 9, 13, 16, 19, 23, 26, 29, 33, 36, 39, 43, 46, 49]),
+        (("trainer.val_check_interval=0.5", "trainer.check_val_every_n_epoch=3"), [25, 30]),
     ],
 )
 def test_validation_happens_when_it_should(train, overrides, steps):
@@ -115,3 +117,5 @@ def test_a_run_that_never_validates_says_so(train):
     assert "Use trainer.val_check_interval=5 to validate at the end." in log
     log = results.log(train("recipe=toy", "trainer.max_epochs=1", "trainer.val_check_interval=81"))
     assert "training ends after 80 steps, and the first validation is due after 81" in log
+    log = results.log(train("recipe=toy", "trainer.max_steps=39", "trainer.val_check_interval=0.5"))
+    assert "training ends after 39 steps, and the first validation is due after 40" in log

@@ -84,6 +84,11 @@ def check(changes: dict[str, Any]) -> None:
         ({"checkpoint.monitor": "val/loss", "trainer.check_val_every_n_epoch": None}, "validation is off"),
         ({"trainer.max_steps": 10, "trainer.val_check_interval": 11}, "is above trainer.max_steps=10"),
         ({"trainer.max_epochs": 2, "trainer.check_val_every_n_epoch": 3}, "is above trainer.max_epochs=2"),
+        ({"trainer.val_check_interval": 1.5}, "trainer.val_check_interval=1.5: a share of the epoch is at most 1.0"),
+        (
+            {"trainer.val_check_interval": 0.5, "trainer.check_val_every_n_epoch": None},
+            "trainer.val_check_interval=0.5 is a share of the epochs that are validated",
+        ),
     ],
 )
 def test_combinations_that_are_refused(changes: dict[str, Any], said: str) -> None:
@@ -100,6 +105,7 @@ def test_combinations_that_are_refused(changes: dict[str, Any], said: str) -> No
         {"trainer.max_epochs": None, "trainer.max_steps": 3},
         {"trainer.max_steps": 10, "trainer.val_check_interval": 10, "trainer.check_val_every_n_epoch": 100},
         {"trainer.max_steps": 10, "trainer.val_check_interval": 11, "trainer.limit_val_batches": 0},
+        {"trainer.max_steps": 10, "trainer.val_check_interval": 0.5},
         {"trainer.max_epochs": None, "trainer.fast_dev_run": True},
         {"topology.rdzv_endpoint": "node0:65535"},
         {"trainer.limit_train_batches": 1.0, "trainer.limit_val_batches": 0},

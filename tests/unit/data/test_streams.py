@@ -499,6 +499,7 @@ class WithStream:
         WithStream(changes={"shuffle": True}, says="data.shuffle=true can't go with a stream to train on"),
         WithStream(changes={"loader": "resident"}, says="data.loader=resident can't go with a stream"),
         WithStream(changes={"limit_train_batches": 0.5}, says="trainer.limit_train_batches=0.5 is a share of a stream"),
+        WithStream(changes={"val_check_interval": 0.5}, says="trainer.val_check_interval=0.5 is a share of an epoch"),
         WithStream(
             changes={"limit_val_batches": 0.5},
             datasets=BESIDE,

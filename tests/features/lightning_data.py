@@ -1,0 +1,108 @@
+"""Data modules with loaders of many kinds, and LightningModules that note what they get of them.
+
+python -m tests.features.lightning_data FOLDER NAME...: train cases with Lightning's own Trainer. For each,
+FOLDER/NAME.pt gets the weights and FOLDER/NAME.notes what was noted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.features.lightning_data_settings import CASES
+
+EPOCHS = 4
+
+
+def rows(size: int, seed: int) -> TensorDataset:
+    x = torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+class Noting(pl.LightningModule):
+    """The same weights wherever it is built; notes its batches and validations."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        super().__init__()
+        self.file = Path(folder, f"{name}.notes")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def note(self, what: str, *values: Any) -> None:
+        if self.trainer.sanity_checking or not self.trainer.is_global_zero:
+            return
+        with self.file.open("a") as file:
+            file.write(json.dumps([what, self.current_epoch, self.global_step, *values]) + "\n")
+
+    def loss(self, batch: Any) -> Tensor:
+        return mse_loss(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.note("train", batch_idx, len(batch[0]))
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.note("validate", batch_idx, dataloader_idx, len(batch[0]))
+        self.log("val_loss", self.loss(batch))
+        self.log("val_count", float(len(batch[0])), reduce_fx="sum")
+
+    def on_validation_end(self) -> None:
+        metrics = {name: round(float(value), 5) for name, value in self.trainer.callback_metrics.items()}
+        self.note("on_validation_end", {name: metrics[name] for name in sorted(metrics) if name.startswith("val")})
+
+    def on_train_epoch_end(self) -> None:
+        self.note("on_train_epoch_end")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Rows(pl.LightningDataModule):
+    def __init__(self, size: int = 64, batch_size: int = 8) -> None:
+        super().__init__()
+        self.size = size
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(self.size, 1), batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(rows(20, 2), batch_size=self.batch_size)
+
+
+class DropLast(Rows):
+    """Every loader drops what doesn't fill a batch."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(self.size, 1), batch_size=self.batch_size, drop_last=True)
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(rows(size, 2), batch_size=self.batch_size, drop_last=True) for size in (20, 13, 8)]
+
+
+def train(folder: str, name: str) -> None:
+    case = CASES[name]
+    plain: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=EPOCHS, enable_model_summary=False, **plain, **case.trainer
+    )
+    module = globals()[case.model](folder, name)
+    trainer.fit(module, datamodule=globals()[case.data](**case.keywords))
+    torch.save(dict(module.state_dict()), Path(folder, f"{name}.pt"))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in sys.argv[2:]:
+        train(sys.argv[1], name)
