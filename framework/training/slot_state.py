@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from framework.checkpoint.replicas import gather_replicas
 from framework.data.batching import share
@@ -65,6 +65,11 @@ class SlotState:
                 raise TargetError(
                     f"{self._name}.slot_state has {name!r}: {dim!r}. It names an attribute that the constructor "
                     "sets, to None or to tensors, and the dimension of these that is the slot."
+                )
+            if _is_saved_buffer(holder, name):
+                raise TargetError(
+                    f"{self._name}.slot_state has {name!r}, a buffer, which state_dict would also save, with the slots "
+                    "of one process. Set it as an attribute, or use register_buffer(..., persistent=False)."
                 )
             self._attributes.append(_SlotAttribute(name, dim, copy.deepcopy(getattr(holder, name))))
         if self._attributes:
@@ -119,13 +124,22 @@ class SlotState:
             parts = self._parts[attribute.name]
             parts[index] = value
             if index == len(parts) - 1:
-                value = _joined(parts, dim=attribute.dim)
+                value = self._joined(parts, attribute)
             setattr(self._holder, attribute.name, value)
 
     def reset(self) -> None:
         """Set the attributes to what they were at first: for trials, whose batches have other sizes."""
         for attribute in self._attributes:
             setattr(self._holder, attribute.name, copy.deepcopy(attribute.initial))
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Set the attributes to what they were at first, and back afterwards: for evaluations, which may set them."""
+        values = {attribute.name: getattr(self._holder, attribute.name) for attribute in self._attributes}
+        self.reset()
+        yield
+        for name, value in values.items():
+            setattr(self._holder, name, value)
 
     @contextmanager
     def restored_afterwards(self) -> Iterator[None]:
@@ -146,15 +160,15 @@ class SlotState:
         own = {}
         num_own = len(self._own_slots())
         for attribute in self._attributes:
-            value = tree_map(_detached, getattr(self._holder, attribute.name))
+            value = getattr(self._holder, attribute.name)
             self._check_slots(attribute, value, num_own)
-            own[attribute.name] = value
+            own[attribute.name] = tree_map(_copied, value)
         if not own:
             return {}
-        of_ranks = [tree_map(_on_cpu, own), *gather_replicas(own, self._context)]
+        of_ranks = [own, *gather_replicas(own, self._context)]
         whole = {}
         for attribute in self._attributes:
-            whole[attribute.name] = _joined([state[attribute.name] for state in of_ranks], dim=attribute.dim)
+            whole[attribute.name] = self._joined([state[attribute.name] for state in of_ranks], attribute)
         return whole
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -188,6 +202,61 @@ class SlotState:
                     f"must be the slot (slot_state), and there are {number}: one for each sample."
                 )
 
+    def _joined(self, parts: Sequence[Any], attribute: _SlotAttribute) -> Any:
+        """Return the value of all parts together. Raises TargetError if they differ in more than their slots."""
+        if len(parts) == 1:
+            return parts[0]
+        leaves_of_parts = []
+        forms = []
+        for part in parts:
+            leaves, spec = tree_flatten(part)
+            leaves_of_parts.append(leaves)
+            forms.append((spec, [_form(leaf, dim=attribute.dim) for leaf in leaves]))
+        for form in forms:
+            if form != forms[0]:
+                raise TargetError(
+                    f"{self._name}.{attribute.name} can't be put together from its slots: for some samples it is "
+                    f"{_described(forms[0])}, and for others {_described(form)}.\nIt must have tensors of the same "
+                    "types and, but for the slots, of the same sizes for all samples: pad them to a fixed size."
+                )
+        joined: list[Tensor | None] = []
+        for leaf_of_parts in zip(*leaves_of_parts, strict=True):
+            if leaf_of_parts[0] is None:
+                joined.append(None)
+            else:
+                joined.append(torch.cat(leaf_of_parts, attribute.dim))
+        return tree_unflatten(joined, forms[0][0])
+
+
+def _is_saved_buffer(holder: Any, name: str) -> bool:
+    if not isinstance(holder, nn.Module):
+        return False
+    return name in holder._buffers and name not in holder._non_persistent_buffers_set
+
+
+_Form = tuple[TreeSpec, list[Any]]
+"""How a value is built, and of each leaf what must be the same for all slots."""
+
+
+def _form(leaf: Tensor | None, *, dim: int) -> tuple[torch.dtype, list[int]] | None:
+    if leaf is None:
+        return None
+    shape = list(leaf.shape)
+    del shape[dim]
+    return leaf.dtype, shape
+
+
+def _described(form: _Form) -> str:
+    spec, leaves = form
+    names: list[str | None] = []
+    for leaf in leaves:
+        if leaf is None:
+            names.append(None)
+        else:
+            dtype, sizes = leaf
+            names.append(f"{dtype} {sizes}")
+    return str(tree_unflatten(names, spec))
+
 
 def _tensors(value: Any) -> list[Tensor]:
     """Return the tensors of a value. Raises TargetError if it holds anything else."""
@@ -206,43 +275,21 @@ def _split(value: Any, sizes: Sequence[int], *, dim: int) -> list[Any]:
     for leaf in leaves:
         if leaf is None:
             parts_of_leaves.append([None] * len(sizes))
-        elif len(sizes) == 1:
-            parts_of_leaves.append([leaf])
         else:
-            # Contiguous: a cuDNN kernel refuses other hidden states.
+            # Contiguous: as they are after a resume, for sums of the same bits, and as a cuDNN kernel needs them.
             parts_of_leaves.append([part.contiguous() for part in leaf.split(list(sizes), dim)])
     if not leaves:
         return [value] * len(sizes)
     return [tree_unflatten(list(leaves_of_part), spec) for leaves_of_part in zip(*parts_of_leaves, strict=True)]
 
 
-def _joined(parts: Sequence[Any], *, dim: int) -> Any:
-    """Return the value of all parts together. Raises TargetError if their forms differ."""
-    if len(parts) == 1:
-        return parts[0]
-    leaves_of_parts = []
-    specs = []
-    for part in parts:
-        leaves, spec = tree_flatten(part)
-        leaves_of_parts.append(leaves)
-        specs.append(spec)
-    if any(spec != specs[0] for spec in specs):
-        raise TargetError("The slot_state of different samples differs in form, so it can't be put together.")
-    joined: list[Tensor | None] = []
-    for leaf_of_parts in zip(*leaves_of_parts, strict=True):
-        if any(leaf is None for leaf in leaf_of_parts):
-            joined.append(None)
-        else:
-            joined.append(torch.cat(leaf_of_parts, dim))
-    return tree_unflatten(joined, specs[0])
-
-
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _on_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
+def _copied(leaf: Tensor | None) -> Tensor | None:
+    """Return a copy on the CPU. A view, as of the last hidden state of all, would be saved with all that it views."""
+    return None if leaf is None else leaf.detach().to("cpu", copy=True)
 
 
 def _slot_taker(dim: int, slots: range, *, device: torch.device) -> Callable[[Any], Any]:

@@ -307,7 +307,8 @@ class TrainState:
             captures_graphs=self.compile_mode in CUDA_GRAPH_MODES,
             inference_mode=inference_mode,
         )
-        return evaluator.evaluate(loaders)
+        with self.slots.set_aside():
+            return evaluator.evaluate(loaders)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a later run needs to continue exactly. Every rank must call it; the same on every rank.

@@ -117,6 +117,116 @@ def test_what_has_no_slots_is_refused(train, folder, capfd):
     assert "slot_state has 'hiden'" in capfd.readouterr().err
 
 
+OWN = """
+import os
+import torch
+from torch import nn
+from framework import StepOutput
+from framework.tasks import Supervised
+
+class Carries(Supervised):
+    slot_state = {"hidden": 0}
+    hidden = None
+
+    def training_step(self, model, batch):
+        x, y = batch
+        if self.hidden is not None:
+            print("strides", self.hidden.stride())
+            x = x + self.hidden.sum(dim=0).unsqueeze(1)
+        self.hidden = self.carried(x)
+        return super().training_step(model, (x, y))
+
+    def carried(self, x):
+        # The transposed half of a larger tensor.
+        return torch.cat([x, x]).t()[:, : len(x)]
+
+class Transposed(Carries):
+    slot_state = {"hidden": 1}
+
+class ValidatesAsItTrains(Transposed):
+    def validation_step(self, model, batch):
+        self.hidden = None
+        return self.training_step(model, batch)
+
+class OtherSizes(Carries):
+    def carried(self, x):
+        return x.new_zeros(len(x), 1 + int(os.environ["RANK"]))
+
+class OtherTypes(OtherSizes):
+    def carried(self, x):
+        return torch.zeros(len(x), dtype=[torch.float32, torch.float64][int(os.environ["RANK"])])
+
+class SometimesNone(OtherSizes):
+    def carried(self, x):
+        return [x.new_zeros(len(x), 2), None][int(os.environ["RANK"])]
+
+class Buffer(nn.Module):
+    slot_state = {"hidden": 0}
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("hidden", None)
+
+    def training_step(self, model, batch):
+        raise AssertionError("not reached")
+
+    validation_step = training_step
+"""
+TOY = (
+    "recipe=toy",
+    "data.global_batch_size=20",
+    "trainer.max_epochs=1",
+    "trainer.limit_train_batches=6",
+    "trainer.limit_test_batches=0",
+    "trainer.precision=64-true",
+    "task.loss._target_=torch.nn.MSELoss",
+)
+
+
+def hidden_of(run_dir):
+    return results.saved(run_dir)["training"]["slots"]["hidden"]
+
+
+def test_a_transposed_part_of_a_tensor_resumes_bit_for_bit(train, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    carries = (*TOY, "task._target_=own.Transposed")
+    whole = train(*carries)
+    stopped = train(*carries, "+trainer.max_steps=3")
+    assert hidden_of(stopped).untyped_storage().nbytes() == 20 * 10 * 8
+    train(f"resume={stopped}", "trainer.max_steps=null")
+    assert torch.equal(hidden_of(stopped), hidden_of(whole))
+    # The order of sums may depend on them.
+    strides = {line for line in results.log(stopped).splitlines() if line.startswith("strides")}
+    assert strides == {"strides (20, 1)"}
+
+
+def test_an_evaluation_leaves_the_state_as_it_is(train, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    # Its batches have as many samples as those of the training.
+    validated = ("task._target_=own.ValidatesAsItTrains", "data.eval_batch_size=20", "trainer.val_check_interval=2")
+    run_dir = train(*TOY, *validated)
+    results.assert_same(results.weights(run_dir), results.weights(train(*TOY, "task._target_=own.Transposed")))
+
+
+@pytest.mark.parametrize(
+    ("task", "facts"),
+    [
+        ("OtherSizes", ("torch.float64 [1], and for others torch.float64 [2]", "pad them to a fixed size")),
+        ("OtherTypes", ("torch.float32 [], and for others torch.float64 []",)),
+        ("SometimesNone", ("torch.float64 [2], and for others None",)),
+        ("Buffer", ("slot_state has 'hidden', a buffer", "persistent=False")),
+    ],
+)
+def test_what_cannot_be_put_together_is_refused(train, tmp_path, capfd, task, facts):
+    (tmp_path / "own.py").write_text(OWN)
+    short = ("topology.procs_per_node=2", "trainer.limit_train_batches=1", f"task._target_=own.{task}")
+    removed = ("~task.loss", "~task.metrics") if task == "Buffer" else ()
+    train(*TOY[:-1], *short, *removed, status=2)
+    printed = capfd.readouterr().err
+    for fact in facts:
+        assert fact in printed
+
+
 class TwoRanksOnAShare(Strategy):
     def data_share(self, context):
         return DataShare(0, 2)
