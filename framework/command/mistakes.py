@@ -277,6 +277,13 @@ def _key_mistakes(
             if f"{key}.{name}" not in known:
                 hint = unknown_key_hint(f"{key}.{name}", item, [*known, *groups])
                 yield f"{text}: there is no key {name} in {key}.{hint}"
+    if isinstance(value, dict) and f"{key}._target_" in known:
+        unknown = [name for name in value if f"{key}.{name}" not in known]
+        if unknown:
+            yield (
+                f"{text}: this changes keys of the {key} that is chosen, which has no {', '.join(unknown)}. To replace "
+                f"it, type ~{key} '+{text}'"
+            )
     if key in known:
         return
 
@@ -287,6 +294,8 @@ def _key_mistakes(
             f"{text}: {section}.{option} isn't chosen. Choose it with {section}={option}, or several with "
             f"{section}=[…,{option}]."
         )
+    elif section in groups and section in known and known[section] is None:
+        yield f"{text}: no option of {section} is chosen. Choose one first: {section}={'|'.join(groups[section])}"
     elif isinstance(known.get(section, {}), dict):
         _, equals, typed_value = text.partition("=")
         hint = unknown_key_hint(key, typed_value if equals else None, [*known, *groups])

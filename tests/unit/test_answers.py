@@ -44,6 +44,8 @@ NAMES = {
     # Forms
     "trainer={devices:2}": "there is no key devices in trainer. Type trainer.gpus=2",
     "data={_target_:own.data}": "Type data.datasets={_target_:own.data}",
+    "optimizer={_target_:own.SAM,closure:true}": "which has no closure. To replace it, type ~optimizer '+optimizer={_t",
+    "peft.r=4": "no option of peft is chosen. Choose one first: peft=lora",
     "+backend=gloo": "an option of backend is chosen already. Type backend=gloo in its place.",
     "+callbacks=ema": "Type callbacks=ema in its place, or +callbacks=[ema] to add one.",
     "optimizer.lr=interval(0.1,1)": "Add -m sweep=optuna sweep.n_trials=20",
