@@ -47,6 +47,13 @@ def test_training_equals_that_on_tokens_in_memory(tokens_run, train, tmp_path):
     assert results.results(tokens_run("data.datasets.document_end=0"))["steps"] == 6
 
 
+def test_the_class_has_both_names(tmp_path):
+    from framework import data
+
+    assert data.TokenFile is TokenFile
+    assert not hasattr(data, "TokenFiles")
+
+
 def written(tmp_path, tokens, dtype="uint16", name="tokens.bin"):
     path = tmp_path / name
     array = numpy.asarray(tokens, dtype)
