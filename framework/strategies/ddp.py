@@ -245,7 +245,12 @@ class DDP(SyncedBuffers):
         torch.autograd.Variable._execution_engine.queue_callback(self._waiting.begin_waiting)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return what decides the sums, the order of gradients and a hook's state, and each rank's own buffers."""
+        """Return what decides the sums, the order of gradients and a hook's state, and each rank's own buffers.
+
+        Raises ConfigError if some gradients were missing in the last step. Every rank must call it.
+        """
+        if isinstance(model, DistributedDataParallel) and self._exchanges:
+            _check_exchanged(model)
         exchanges = min(self._exchanges, self._rebuilt_after)
         state = {"gradient_order": list(self._order), "exchanges": exchanges, **super().state_dict(model)}
         if self._powersgd is not None:
@@ -326,6 +331,19 @@ def _never_called(model: nn.Module) -> TargetError:
         "averaged over processes.\nCall that argument, as in model(x): not an attribute that holds the bare model, "
         "nor a part of it."
     )
+
+
+def _check_exchanged(model: DistributedDataParallel) -> None:
+    """Raise ConfigError if parameters had no gradient in the last backward, so that none was averaged.
+
+    Torch finds that in the next forward, which rebuilds the buckets first. A checkpoint that comes before it would find
+    replicas that differ.
+    """
+    try:
+        model.reducer._rebuild_buckets()
+    except RuntimeError as error:
+        _check_unused(model.module, error)
+        raise
 
 
 def _check_unused(model: nn.Module, error: RuntimeError) -> None:

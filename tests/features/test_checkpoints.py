@@ -143,3 +143,30 @@ def test_a_run_of_an_earlier_version_resumes(train, tmp_path, name, loss):
     (earlier / "logs").mkdir()
     train(f"resume={earlier}", "trainer.max_steps=20")
     assert results.curve(earlier, "val/loss")[20] == pytest.approx(loss, rel=1e-4)
+
+
+LEAVES_OUT = """
+import torch
+from recipes.toy import ToyModel
+
+class LeavesOut(ToyModel):
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+        self.other = torch.nn.Linear(10, 5)
+
+    def forward(self, x):
+        if self.training:
+            self.after -= 1
+        return super().forward(x) if self.after < 0 else super().forward(x) + self.other(x)
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_checkpoint_names_parameters_without_a_gradient(train, tmp_path, capfd, after):
+    """The next forward, where torch finds it, comes after the checkpoint of the step that left them out."""
+    (tmp_path / "own.py").write_text(LEAVES_OUT)
+    model = ("~model", f"+model={{_target_:own.LeavesOut,after:{after}}}", "strategy=ddp", "topology.procs_per_node=2")
+    train("recipe=toy", *model, "trainer.max_steps=9", "checkpoint.every_n_steps=1", status=2)
+    assert "in the step before 2 of 6 had none: other.weight, other.bias." in capfd.readouterr().err
