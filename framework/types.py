@@ -414,6 +414,9 @@ class Log:
 class Task(Protocol):
     """Defines what a step computes. Both methods get the model as wrapped by the strategy and a batch on its device.
 
+    `validation_step` may be left out if there is no data to evaluate. A constructor that takes `model` gets it with the
+    weights of `init_from`, and may copy it.
+
     `training_step`, or the step of an Objective, may have a third parameter `info`: it gets a BatchInfo.
 
     A task may be an `nn.Module`, or have modules as attributes, such as a loss with weights: they are moved to the

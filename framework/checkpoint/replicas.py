@@ -69,6 +69,14 @@ def mean_training(training: Mapping[str, Any]) -> dict[str, Any]:
     return mean
 
 
+def mean_task_state(training: Mapping[str, Any]) -> Any:
+    """Return the task's state in `training`, the mean over its replicas if they differ."""
+    replicas = training.get(REPLICAS)
+    if not replicas:
+        return training["task"]
+    return _mean([training["task"], *(replica["task"] for replica in replicas)])
+
+
 def _without_replicas(training: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in training.items() if name != REPLICAS}
 

@@ -150,6 +150,17 @@ def load_what_fits(
     return Loaded(source, loaded, left_out, kept)
 
 
+def copy_what_fits(model: nn.Module, state: Mapping[str, Any], init: InitConfig, *, source: object) -> None:
+    """Copy what `model` (not sharded) has by the same name, after renaming, and in the same shape; leave the rest."""
+    own = model.state_dict()
+    values = {}
+    for name, value in _renamed(state, init.rename or {}, source=source).items():
+        is_skipped = any(re.search(pattern, name) for pattern in init.skip or ())
+        if name in own and not is_skipped and _kind(value) == _kind(own[name]):
+            values[name] = value
+    model.load_state_dict(values, strict=False)
+
+
 def _differences(values: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the names of values of another kind than the model's, each with a line that says how they differ."""
     differences = []

@@ -15,7 +15,7 @@ from framework.distributed.seed import seed_everything
 from framework.engine.builders.adapters import add_adapters
 from framework.engine.builders.model import build_model, build_task
 from framework.engine.builders.task_parameters import NAME, add_task_parameters
-from framework.engine.weights import is_partial, load_initial_weights, load_model
+from framework.engine.weights import is_partial, load_for_task, load_initial_weights, load_model
 from framework.errors import FrameworkError, TargetError, describe_error, raised_at
 from framework.optim.precision import PrecisionPlugin
 from framework.types import Task
@@ -69,6 +69,7 @@ def assemble(
         model = _build_on_meta(config, context, num_stages=num_stages)
     else:
         model = build_model(config.model, context=context, num_stages=num_stages)
+        load_for_task(model, config)
     # The task may add to the model, so it comes before the model's formats and weights.
     task = build_task(config.task, model=model, config=config, context=context)
     trains_task = add_task_parameters(model, task, context=context)

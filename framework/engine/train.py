@@ -19,6 +19,7 @@ from framework.distributed.process_group import process_group
 from framework.distributed.seed import generator_states, restore_generator_states
 from framework.engine.assemble import assemble
 from framework.engine.build_trainer import build_trainer
+from framework.engine.builders.model import check_validation_step
 from framework.engine.data_checks import check_metrics, check_validation, streams_of
 from framework.engine.limits import apply_overfit_batches
 from framework.engine.loaders import make_eval_loaders, make_train_loader, prepare_data
@@ -28,7 +29,7 @@ from framework.engine.restore import restore
 from framework.engine.results import write_results
 from framework.engine.setup import RankSetup, setup_rank
 from framework.engine.state_bytes import state_sizes
-from framework.engine.weights import load_model
+from framework.engine.weights import load_model, load_task
 from framework.errors import EXIT_STOPPED, RunError
 from framework.launch.child import show_status
 from framework.launch.plan import MonitorLink, RankArguments
@@ -98,6 +99,7 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: TrainLoader, *, s
     checkpoint = own_checkpoint(setup)
     trainer = build_trainer(setup, train_loader, val_loaders, checkpoint=checkpoint.directory)
     try:
+        check_validation_step(trainer.state.task, [*val_loaders, *test_loaders])
         restore(setup, trainer, checkpoint)
         _warn_if_never_validated(setup, trainer, datasets)
         if setup.context.is_main:
@@ -192,6 +194,7 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
     if _has_best_checkpoint(setup, trainer):
         best = setup.run_dir.checkpoints / BEST
         load_model(trainer.state.bare_model, best, context=setup.context, rebuild=partial(_rebuild_model, setup))
+        load_task(trainer.state.task, trainer.state.bare_model, find(best))
         manifest = read_manifest(find(best))
         step = manifest.step
         evaluation = _evaluate_test(setup, trainer, loaders, epoch=manifest.epoch)

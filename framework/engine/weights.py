@@ -9,17 +9,24 @@ from typing import Any
 
 from torch import nn
 
-from framework.checkpoint import find, find_damage, find_weights, load
+from framework.checkpoint import LocalStorage, find, find_damage, find_weights, load
+from framework.checkpoint.layout import part_file
 from framework.checkpoint.lookup import describe_others
 from framework.checkpoint.reader import load_weights, read_training
-from framework.checkpoint.weights_file import load_what_fits, read_weights
+from framework.checkpoint.replicas import mean_task_state
+from framework.checkpoint.weights_file import copy_what_fits, load_what_fits, read_weights
+from framework.config.renamed import with_present_names
 from framework.config.schema import Config, InitConfig
+from framework.config.targets import takes
+from framework.config.yaml_files import load_yaml
 from framework.distributed.context import Context
 from framework.distributed.sharded import is_model_sharded
 from framework.errors import CheckpointError
 from framework.system.rank_log import logger, show
 from framework.training.content_hash import hash_of
+from framework.training.task_state import with_model_state
 from framework.training.train_state import LEFT_OUT
+from framework.types import Task, hooks
 
 
 def load_model(
@@ -84,6 +91,54 @@ def load_initial_weights(model: nn.Module, config: Config, *, context: Context) 
         logger.info("%s", text)
         show(loaded.describe())
     return text
+
+
+# The task
+
+
+def load_for_task(model: nn.Module, config: Config) -> None:
+    """Load the weights of `init_from` if the task's constructor takes the model, which it may copy.
+
+    A momentum encoder or a reference model then begins with them, in a resumed run and an evaluation, too. The task may
+    also change the model, so whatever doesn't fit yet is left to `load_initial_weights`, which all strategies call
+    later.
+    """
+    if config.init_from is None or not takes(config.task, "model"):
+        return
+    path = Path(str(config.init_from))
+    weight_files = find_weights(path)
+    if weight_files is not None:
+        state: Mapping[str, Any] = read_weights(weight_files)
+    else:
+        path = find(path)
+        state = load(path, map_location="cpu", parts=["model"])["model"]
+    copy_what_fits(model, state, config.init, source=path)
+
+
+def load_task(task: Task, model: nn.Module, directory: Path) -> None:
+    """Load the task's state of a checkpoint, such as a momentum encoder, once the model has its weights.
+
+    Of states that differ between ranks, every rank gets the same one. Raises CheckpointError if the file is missing or
+    damaged.
+    """
+    load_hooks = hooks([task], "load_state_dict")
+    if not load_hooks:
+        return
+    storage, checkpoint = LocalStorage.of(directory)
+    storage.check_file(checkpoint, part_file("training"), storage.read_manifest(checkpoint))
+    training = read_training(directory)
+    # Earlier versions saved none.
+    if "task" in training:
+        state = mean_task_state(training)
+        for load_state in load_hooks:
+            load_state(with_model_state(state, task, model))
+
+
+def is_task_of(directory: Path, config: Config) -> bool:
+    """Return True if the configuration has the kind of task that the checkpoint was saved with."""
+    saved = with_present_names(load_yaml(directory / "config.yaml"))
+    is_same: bool = saved["task"]["_target_"] == config.task["_target_"]
+    return is_same
 
 
 # What checkpoints leave out: checkpoint.only_trained

@@ -20,9 +20,11 @@ from framework.data.loader import EvalLoader
 from framework.distributed.collectives import gather_to_first
 from framework.distributed.process_group import process_group
 from framework.engine.assemble import Assembled
+from framework.engine.builders.model import check_validation_step
 from framework.engine.data_checks import streams_of
 from framework.engine.loaders import make_eval_loaders, prepare_data
 from framework.engine.setup import RankSetup, setup_rank
+from framework.engine.weights import is_task_of, load_task
 from framework.engine.work import joined, trained_model
 from framework.errors import ConfigError, DataError, TargetError
 from framework.jobs.prediction_file import Columns, columns_of, concatenated, write_predictions
@@ -38,6 +40,7 @@ def evaluate_rank(arguments: RankArguments, link: MonitorLink) -> None:
     with setup_rank(arguments, link) as setup:
         part = setup.config.eval.part
         with _ready(setup, arguments, part=part) as (assembled, loaders), refused_broadcasting():
+            check_validation_step(assembled.task, loaders)
             evaluator = Evaluator(
                 model=assembled.model,
                 task=assembled.task,
@@ -134,6 +137,9 @@ def _ready(
         stack.enter_context(setup.link.recording())
         assembled = trained_model(setup)
         assert assembled.checkpoint is not None
+        # A task that is evaluated in place of the one that was trained keeps its own state.
+        if is_task_of(assembled.checkpoint, setup.config):
+            load_task(assembled.task, assembled.model, assembled.checkpoint)
         epoch = read_manifest(assembled.checkpoint).epoch
         for loader in loaders.values():
             loader.set_epoch(epoch)

@@ -75,7 +75,7 @@ class FakeTask:
 
 
 class HalfTask:
-    def training_step(self, model: Any, batch: Any) -> Any: ...
+    def validation_step(self, model: Any, batch: Any) -> Any: ...
 
 
 class Watcher:

@@ -167,7 +167,7 @@ def callbacks(described: dict[str, Any]) -> Any:
         ),
         (lambda: build_datasets(node("echo")), "data.datasets: .* must return framework.Datasets"),
         (lambda: build_datasets(node("datasets", parts=1, wrong=True)), "a map-style dataset, .* as its val part"),
-        (lambda: build_task(node("HalfTask")), "task: .* validation_step is missing"),
+        (lambda: build_task(node("HalfTask")), "task: HalfTask has no method training_step"),
         (
             lambda: build_strategy(node("echo"), context=make()),
             "strategy: .* an instance of framework.Strategy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import device, nn
@@ -80,13 +81,22 @@ def build_task(node: Node, **offered: Any) -> Task:
         offered: `model` (not wrapped yet), `config` and `context`, for a constructor that takes them.
     """
     task = build_object("task", node, **offered)
-    names = ["training_step", "validation_step"]
-    if has_objectives(task):
-        # Each of them has a step of its own.
-        names = ["validation_step"]
-    missing = [name for name in names if not callable(getattr(task, name, None))]
-    if missing:
-        expected = f"an object with {', '.join(names)}; {missing[0]} is missing"
-        raise wrong_result("task", node, task, expected=expected)
+    # Each objective has a step of its own.
+    if not has_objectives(task) and not callable(getattr(task, "training_step", None)):
+        raise TargetError(
+            f"task: {type(task).__name__} has no method training_step. Give it training_step(model, batch), which "
+            "returns a framework.StepOutput, or an attribute `objectives`."
+        )
     checked: Task = task
     return checked
+
+
+def check_validation_step(task: Task, parts: Iterable[str]) -> None:
+    """Raise TargetError if the task can't evaluate and there are parts to evaluate, such as `val` or `test/clean`."""
+    parts = list(parts)
+    if parts and not callable(getattr(task, "validation_step", None)):
+        raise TargetError(
+            f"task: {type(task).__name__} has no method validation_step, and there is data to evaluate: "
+            f"{', '.join(parts)}. Give it validation_step(model, batch), which returns a framework.StepOutput, or "
+            "leave out this part of framework.Datasets."
+        )

@@ -29,6 +29,11 @@ def first_call(source: Source, *, num_samples: int) -> Call:
     Raises ConfigError if it doesn't call the model.
     """
     task = source.task
+    if not callable(getattr(task, "validation_step", None)):
+        raise ConfigError(
+            f"{type(task).__name__} has no method validation_step, whose call of the model is traced. Give it "
+            "validation_step(model, batch), or use export.format=state_dict or safetensors."
+        )
     batch = source.precision.convert_batch(_first_batch(source, num_samples=num_samples))
     calls: list[Call] = []
 
