@@ -135,3 +135,20 @@ def test_batch_info_has_step_epoch_and_samples():
     assert [info.positions.tolist() for info in task.seen[:2]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert task.seen[-1].positions.tolist() == [3, 4, 5]
     assert Objective("one", task.training_step, "first").name == "one"
+
+
+VALIDATES_WITH_INFO = """
+class ValidatesWithInfo:
+    def training_step(self, model, batch, info):
+        raise AssertionError("not reached")
+
+    validation_step = training_step
+"""
+
+
+def test_a_validation_step_gets_no_info(train, tmp_path, capfd):
+    (tmp_path / "own.py").write_text(VALIDATES_WITH_INFO)
+    train("recipe=toy", "~task", "+task={_target_:own.ValidatesWithInfo}", status=2)
+    printed = capfd.readouterr().err
+    assert "validation_step of ValidatesWithInfo needs `info`, which only training steps get" in printed
+    assert "Traceback" not in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 from torch import device, nn
@@ -94,9 +95,19 @@ def build_task(node: Node, **offered: Any) -> Task:
 def check_validation_step(task: Task, parts: Iterable[str]) -> None:
     """Raise TargetError if the task can't evaluate and there are parts to evaluate, such as `val` or `test/clean`."""
     parts = list(parts)
-    if parts and not callable(getattr(task, "validation_step", None)):
+    if not parts:
+        return
+    step = getattr(task, "validation_step", None)
+    if not callable(step):
         raise TargetError(
             f"task: {type(task).__name__} has no method validation_step, and there is data to evaluate: "
             f"{', '.join(parts)}. Give it validation_step(model, batch), which returns a framework.StepOutput, or "
             "leave out this part of framework.Datasets."
+        )
+    info = signature(step).parameters.get("info")
+    if info is not None and info.default is info.empty:
+        raise TargetError(
+            f"task: validation_step of {type(task).__name__} needs `info`, which only training steps get: a validation "
+            "batch is all one process's, and no part of a global batch.\n"
+            "Compute what needs no gather: validation_step(model, batch)."
         )
