@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -12,8 +12,10 @@ from torch import Tensor
 # The base of all BatchNorm layers, SyncBatchNorm included; `torch.optim.swa_utils.update_bn` looks for it too.
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from framework.data.source import SourceLoader
 from framework.distributed.collectives import sum_over_ranks
 from framework.training.evaluation import eager
+from framework.types import MicroBatch
 
 if TYPE_CHECKING:
     from framework.distributed.context import Context
@@ -21,13 +23,23 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def batchnorm_statistics(state: TrainState) -> dict[str, Tensor]:
+def batchnorm_statistics(
+    state: TrainState, repeat_window: Callable[..., None], *, takes_info: bool
+) -> dict[str, Tensor]:
     """Return the buffers of the BatchNorm layers for the weights to evaluate, by their names in the bare model.
 
     They are the mean of the statistics of all micro-batches of the last epoch, over all ranks, each with the same
     weight. Layers in evaluation mode, whose statistics are frozen, are left out. The model, the task and all generators
     stay as they are. Every rank must call it between two epochs.
+
+    None are computed with a Source, whose batches can't be repeated.
+
+    Args:
+        repeat_window: Computes a window, and calls `begin` with each micro-batch before.
+        takes_info: The task may exchange what it computes, so each rank computes its stand-ins, too.
     """
+    if isinstance(state.train_loader, SourceLoader):
+        return {}
     layers: dict[str, Any] = {}
     for name, module in state.bare_model.named_modules():
         if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
@@ -35,8 +47,24 @@ def batchnorm_statistics(state: TrainState) -> dict[str, Tensor]:
     if not layers:
         return {}
     sums = {name: _Sums(layer) for name, layer in layers.items()}
-    with state.evaluation_weights(), state.without_side_effects(), _recorded(layers, sums), eager():
-        _forward_epoch(state)
+    mixes_samples = state.strategy.mixes_samples
+
+    def begin(micro: MicroBatch) -> bool:
+        is_stand_in = micro.num_samples == 0
+        for layer_sums in sums.values():
+            # Layers that exchange statistics have those of all samples, whatever this rank has.
+            layer_sums.counts = mixes_samples or not is_stand_in
+        return not is_stand_in or mixes_samples or takes_info
+
+    with (
+        state.evaluation_weights(),
+        state.without_side_effects(),
+        state.slots.set_aside(),
+        _recorded(layers, sums),
+        eager(),
+    ):
+        for window in state.train_loader.epoch(state.progress.last_epoch):
+            repeat_window(window, begin=begin)
     statistics: dict[str, Tensor] = {}
     for name, (count, mean, variance) in _means_over_ranks(sums, state.context).items():
         prefix = f"{name}." if name else ""
@@ -51,6 +79,8 @@ class _Sums:
     """The statistics of a layer's batches, summed in float32 or wider: bfloat16 would lose the later ones."""
 
     def __init__(self, layer: Any) -> None:
+        # False while a stand-in is computed.
+        self.counts = True
         dtype = torch.promote_types(layer.running_mean.dtype, torch.float32)
         self.count = torch.zeros(1, dtype=dtype, device=layer.running_mean.device)
         self.mean = torch.zeros_like(layer.running_mean, dtype=dtype)
@@ -58,6 +88,8 @@ class _Sums:
 
     def add(self, layer: Any, _inputs: Any, _output: Any) -> None:
         """Add the statistics of the layer's last batch. A forward hook."""
+        if not self.counts:
+            return
         self.count += 1
         self.mean += layer.running_mean
         self.variance += layer.running_var
@@ -77,22 +109,6 @@ def _recorded(layers: dict[str, Any], sums: dict[str, _Sums]) -> Iterator[None]:
             handle.remove()
         for name, layer in layers.items():
             layer.momentum = momenta[name]
-
-
-def _forward_epoch(state: TrainState) -> None:
-    """Run every micro-batch of the last epoch forward, as a training step does."""
-    if state.objectives is None:
-        steps = [state.task.training_step]
-    else:
-        steps = [objective.step for objective in state.objectives.all]
-    for window in state.train_loader.epoch(state.progress.last_epoch):
-        for micro in window.micro_batches:
-            # Stand-ins are needed only if layers exchange statistics in the forward.
-            if not micro.num_samples and not state.strategy.mixes_samples:
-                continue
-            for step in steps:
-                with state.precision.autocast():
-                    step(state.bare_model, state.precision.convert_batch(micro.batch))
 
 
 def _means_over_ranks(sums: dict[str, _Sums], context: Context) -> dict[str, tuple[Tensor, Tensor, Tensor]]:

@@ -423,6 +423,33 @@ class Trainer:
             output = copied(output)
         return output
 
+    def _repeat_window(self, window: Window, *, begin: Callable[[MicroBatch], bool]) -> None:
+        """Compute a window of the last epoch again, as a training step does, with the bare model.
+
+        begin: called with each micro-batch; returns False if it is to be left out.
+        """
+        state = self.state
+        progress = self.progress
+        objectives = self._only_objective
+        if state.objectives is not None:
+            objectives = state.objectives.all
+        micro_batches = list(window.micro_batches)
+        for objective in objectives:
+            for index, micro in enumerate(micro_batches):
+                if not begin(micro):
+                    continue
+                keywords = {}
+                if objective.name in self._objectives_with_info:
+                    keywords["info"] = self._batch_infos.of(
+                        window, index=index, step=progress.step, epoch=progress.last_epoch
+                    )
+                if self._has_slots:
+                    state.slots.begin_micro_batch(window, index)
+                with state.precision.autocast():
+                    objective.step(state.bare_model, state.precision.convert_batch(micro.batch), **keywords)
+                if self._has_slots:
+                    state.slots.end_micro_batch(window, index)
+
     def _must_check(self, output: object) -> bool:
         """Return True in the first step, where outputs are checked in full, and for any that is no StepOutput."""
         return self.progress.step == self.start_step or not isinstance(output, StepOutput)
@@ -698,7 +725,7 @@ class Trainer:
         """Compute BatchNorm's statistics for the weights to evaluate; see `FitInfo`. Not counted as training time."""
         self._timer.leave_step(RankPhase.EVALUATE)
         began = time.perf_counter()
-        statistics = batchnorm_statistics(self.state)
+        statistics = batchnorm_statistics(self.state, self._repeat_window, takes_info=bool(self._objectives_with_info))
         # A callback has asked for them.
         self._timer.leave_step(RankPhase.LOGGING)
         self.logbook.throughput.leave_out(since=began)

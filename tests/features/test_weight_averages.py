@@ -109,6 +109,45 @@ def test_swa_on_two_processes_saves_what_it_validates(train, folder):
     results.assert_same(results.saved(resumed)["model"], results.saved(run)["model"])
 
 
+TASKS = """
+import torch
+from torch import nn
+from framework.tasks import Supervised
+
+class Spread(nn.Sequential):
+    # Takes a single sample, which BatchNorm1d(4) would refuse.
+    def __init__(self): super().__init__(nn.Unflatten(1, (1, 4)), nn.BatchNorm1d(1), nn.Flatten(), nn.Linear(4, 1))
+
+class Gathers(Supervised):
+    def training_step(self, model, batch, info):
+        x, y = batch
+        assert len(info.gather(y)) == info.global_count
+        return super().training_step(model, batch)
+
+class Carries(Supervised):
+    slot_state = {"steps": 0}
+    steps = None
+
+    def training_step(self, model, batch):
+        before = torch.zeros(len(batch[0])) if self.steps is None else self.steps
+        self.steps = before + 1
+        return super().training_step(model, batch)
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("task", "size"), [("Gathers", 49), ("Carries", 48)])
+def test_the_pass_for_batchnorm_is_as_in_training(train, folder, task, size):
+    """The last of 49 samples comes alone: one of two processes has a stand-in."""
+    (folder / "tasks.py").write_text(TASKS)
+    own = ("model._target_=tasks.Spread", f"+data.datasets.size={size}")
+    common = (*SWA, *own, "data.global_batch_size=8", "topology.procs_per_node=2", "trainer.max_epochs=4")
+    run = train(*common, f"task._target_=tasks.{task}")
+    results.assert_same(results.weights(run), results.weights(train(*common)))
+    if task == "Carries":
+        assert results.saved(run)["training"]["slots"]["steps"].tolist() == [24.0] * 8
+
+
 @pytest.mark.parametrize(
     ("typed", "named"),
     [
