@@ -475,6 +475,13 @@ class TaskHooks(Protocol):
         """Return a context that restores the task's state, for a batch whose results are dropped."""
         return nullcontext()
 
+    def repeating(self, num_batches: int) -> AbstractContextManager[None]:
+        """Return a context in which a step's batches come to `training_step` again, and what it logs is dropped.
+
+        It is for optimizers that need loss and gradients several times in a step, such as LBFGS.
+        """
+        return nullcontext()
+
     def observe_run(self, loggers: Mapping[str, Logger], callbacks: Mapping[str, Callback], folder: Path) -> None:
         """Called before `on_fit_start`, once all is built. loggers: by name, empty except on rank 0. folder: the run's.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import final
 
 import torch
@@ -14,7 +15,7 @@ from framework.distributed.seed import generator_states, restore_generator_state
 from framework.monitoring.rank_status import RankPhase
 from framework.training.task_steps import TaskSteps
 from framework.training.train_state import TrainState
-from framework.types import MicroBatch, Window
+from framework.types import MicroBatch, Window, hooks
 
 
 @final
@@ -36,6 +37,7 @@ class ClosureSteps:
         self._settings = settings
         self._tools = tools
         self._begins_with_gradients = begins_with_gradients
+        self._repeating = hooks([state.task], "repeating")
 
     def run(self, window: Window) -> Tensor:
         """Make one step; return the detached loss of the last micro-batch in its first pass."""
@@ -44,14 +46,19 @@ class ClosureSteps:
         devices = state.context.devices
         # An iterator, and each call of the closure needs all of them.
         micro_batches = list(window.micro_batches)
+        # A stand-in isn't a batch of the task's.
+        num_batches = len([micro for micro in micro_batches if micro.num_samples])
         generators = generator_states(devices)
         losses: list[Tensor] = []
 
         def closure() -> Tensor:
             is_first = not losses
-            if not is_first:
-                restore_generator_states(generators, devices=devices)
-            with torch.enable_grad():
+            with ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                if not is_first:
+                    restore_generator_states(generators, devices=devices)
+                    for repeating in self._repeating:
+                        stack.enter_context(repeating(num_batches))
                 loss, of_last = self._pass(window, micro_batches, is_first=is_first)
             if is_first:
                 losses.append(of_last)

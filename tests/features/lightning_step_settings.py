@@ -10,6 +10,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "WithCallbacks": {},
     "Skipped": {},
     "LBFGS": {},
+    "PlainLBFGS": {"gradient_clip_val": 2.0},
     "Gan": {},
     "NormedGan": {},
     "Accumulating": {},

@@ -267,6 +267,30 @@ class LBFGS(Base):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
+class PlainLBFGS(Base):
+    """The same without hooks of the steps; its line search depends on the losses."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.note("on_train_batch_start", batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("training_step", batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        self.log("number", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("on_before_optimizer_step", type(optimizer).__name__)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("on_train_batch_end", batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.LBFGS(self.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class Gan(Base):
     """Two optimizers with schedules, toggled; the generator steps at every other batch, with its gradients clipped."""
 

@@ -15,7 +15,7 @@ from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
 
 STEPS = "tests.features.lightning_steps"
-QUICK = ("Hooked", "Gan", "WithCallbacks")
+QUICK = ("Hooked", "Gan", "PlainLBFGS", "WithCallbacks")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in SETTINGS]
 TWO = ("topology.procs_per_node=2", "data.batch_size=4", "data.eval_batch_size=4")
 # The last process has no sample in the last batch of each four.
@@ -99,6 +99,24 @@ def test_several_processes_compute_the_same(run, lightning, name, overrides):
         torch.testing.assert_close(weights[key], value, atol=1e-6, rtol=1e-5, msg=key)
 
 
+@pytest.mark.multiproc
+@pytest.mark.parametrize("overrides", [TWO, pytest.param(THREE, marks=pytest.mark.exhaustive)])
+def test_lbfgs_follows_the_loss_of_all_processes(run, tmp_path, overrides):
+    one = run("PlainLBFGS", "trainer.precision=64-true")
+    (tmp_path / "PlainLBFGS.notes").unlink()
+    several = run("PlainLBFGS", "trainer.precision=64-true", *overrides)
+    for key, value in results.weights(one).items():
+        torch.testing.assert_close(results.weights(several)[key], value, atol=1e-9, rtol=1e-9, msg=key)
+    # A batch that was computed several times is logged once.
+    assert list(results.curve(one, "train/number").values()) == [66] * 3
+
+
+def test_lbfgs_with_hooks_of_the_steps_on_two_processes_is_refused(run, capfd):
+    run("LBFGS", *TWO, status=2)
+    error = capfd.readouterr().err
+    assert "LBFGS overrides hooks of its steps, and configure_optimizers returned LBFGS" in error
+
+
 @pytest.mark.exhaustive
 @pytest.mark.multiproc
 def test_hooks_of_steps_on_two_processes(run):
@@ -114,6 +132,8 @@ def test_hooks_of_steps_on_two_processes(run):
     [
         ("Accumulating", (), 6),
         ("WithCallbacks", (), 17),
+        ("PlainLBFGS", (), 17),
+        pytest.param("PlainLBFGS", TWO, 17, marks=pytest.mark.exhaustive),
         pytest.param("NormedGan", TWO, 17, marks=pytest.mark.exhaustive),
         pytest.param("Hooked", (), 5, marks=pytest.mark.exhaustive),
     ],

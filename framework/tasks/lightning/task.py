@@ -209,6 +209,8 @@ class LightningTask:
         self._has_begun = False
         # The training batch that was begun, and its number, if the task makes the steps itself.
         self._makes_steps = False
+        # An optimizer calls its closure again.
+        self._is_repeating = False
         self._begun: tuple[Batch, int] = (None, 0)
         # Outputs, batch and number of the last training batch, for on_train_batch_end.
         self._finished: tuple[Any, Batch, int] | None = None
@@ -234,16 +236,9 @@ class LightningTask:
             self.run_step = self._manual.run_step
             self._makes_steps = True
         elif self._overridden & _OF_STEPS:
-            self._make_steps()
-        else:
-            # An optimizer may need it.
-            self._trainer._make_steps = self._make_steps
-
-    def _make_steps(self) -> None:
-        """Make the steps in Lightning's order, with all hooks."""
-        clips = "configure_gradient_clipping" in self._overridden
-        self.run_step = HookedSteps(self, self._trainer, clips=clips).run_step
-        self._makes_steps = True
+            clips = "configure_gradient_clipping" in self._overridden
+            self.run_step = HookedSteps(self, self._trainer, clips=clips).run_step
+            self._makes_steps = True
 
     # Steps
 
@@ -260,8 +255,14 @@ class LightningTask:
 
     def begin_train_batch(self, batch: Batch) -> int:
         """Call what precedes the step, and return the number of the batch in its epoch."""
-        self._end_batch()
         number = self._batches_trained
+        if self._is_repeating:
+            self._batches_trained += 1
+            batch = self._transferred(batch)
+            self._log.begin_batch(batch)
+            self._begun = (batch, number)
+            return number
+        self._end_batch()
         self._batches_trained += 1
         self._trainer.is_last_batch = self._batches_trained == self._trainer.num_training_batches
         batch = self._begin("train", batch, number)
@@ -276,7 +277,7 @@ class LightningTask:
 
     def note_outputs(self, output: Any, loss: Tensor | None) -> None:
         """Keep what `on_train_batch_end` gets, as from Lightning: without graphs, and the loss as it accumulates."""
-        if "on_train_batch_end" not in self._overridden:
+        if self._is_repeating or "on_train_batch_end" not in self._overridden:
             return
         outputs: dict[str, Any] = {}
         if isinstance(output, Mapping):
@@ -451,7 +452,7 @@ class LightningTask:
 
     def _end_batch(self) -> None:
         """Call on_train_batch_end for the last batch: its optimizer step, if it has one, is done."""
-        if self._finished is None:
+        if self._finished is None or self._is_repeating:
             return
         outputs, batch, number = self._finished
         self._finished = None
@@ -610,6 +611,7 @@ class LightningTask:
     @contextmanager
     def without_side_effects(self) -> Iterator[None]:
         self._end_batch()
+        finished = self._finished
         log = self._log.state_dict()
         batches_trained = self._batches_trained
         batch_idx = self._batch_idx
@@ -617,7 +619,17 @@ class LightningTask:
         self._log.load_state_dict(log)
         self._batches_trained = batches_trained
         self._batch_idx = batch_idx
-        self._finished = None
+        self._finished = finished if self._is_repeating else None
+
+    @contextmanager
+    def repeating(self, num_batches: int) -> Iterator[None]:
+        """In it, `training_step` computes batches of the step again, without the hooks around them."""
+        log = self._log.state_dict()
+        self._batches_trained -= num_batches
+        self._is_repeating = True
+        yield
+        self._is_repeating = False
+        self._log.load_state_dict(log)
 
     @property
     def module(self) -> Any:
@@ -674,8 +686,9 @@ def configure_optimizers(params: Sequence[Tensor], model: nn.Module, total_steps
     optimizer = optimizers[0]
     if len(optimizers) > 1:
         optimizer = Optimizers({str(number): each for number, each in enumerate(optimizers)})
-    if _needs_closure(optimizer):
-        _make_steps_for(optimizer, module)
+    makes_steps = module.trainer.strategy._optimization is not None
+    if makes_steps and _needs_closure(optimizer):
+        _give_closure(optimizer, module)
     module.trainer._built_optimizers = weakref.ref(optimizer)
     module.trainer.lr_scheduler_configs = schedules
     if len(optimizer.param_groups) > 1:
@@ -692,16 +705,19 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
-def _make_steps_for(optimizer: Optimizer, module: Any) -> None:
+def _give_closure(optimizer: Optimizer, module: Any) -> None:
     """Have the task step an optimizer that needs a closure. Raises ConfigError with several processes."""
-    trainer = module.trainer
-    if trainer.world_size > 1:
+    if module.trainer.world_size > 1:
+        what = "optimizes manually"
+        if module.automatic_optimization:
+            what = "overrides hooks of its steps"
+        name = type(optimizer).__name__
         raise ConfigError(
-            f"{type(module).__name__}.configure_optimizers returned {type(optimizer).__name__}, which decides by the "
-            f"loss of this process alone how to go on. Use one process, which has topology.procs_per_node=1."
+            f"{type(module).__name__} {what}, and configure_optimizers returned {name}, which would decide by the loss "
+            "of each process alone how to go on.\nUse one process (topology.procs_per_node=1), or leave the steps to "
+            f"the framework: without these hooks, {name} gets the loss of all processes."
         )
     give_closure(optimizer)
-    trainer._make_steps()
 
 
 def _set_length(trainer: TrainerView, total_steps: int | None) -> None:

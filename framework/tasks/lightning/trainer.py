@@ -89,8 +89,6 @@ class TrainerView:
         # Set by the task.
         self._log: Log | None = None
         self._built_optimizers: Callable[[], Optimizer | None] = lambda: None
-        # Has the task make the steps, for an optimizer that needs a closure.
-        self._make_steps: Callable[[], None] = lambda: None
 
     @property
     def training(self) -> bool:
