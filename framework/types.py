@@ -482,6 +482,14 @@ class TaskHooks(Protocol):
         """
         return nullcontext()
 
+    def own_callbacks(self) -> Mapping[str, Callback]:
+        """Return callbacks, by name, that observe training besides those of the configuration."""
+        return {}
+
+    def checkpoint_keys(self) -> Mapping[str, Any]:
+        """Return keys of the section `checkpoint` that the task decides, such as `monitor`."""
+        return {}
+
     def observe_run(self, loggers: Mapping[str, Logger], callbacks: Mapping[str, Callback], folder: Path) -> None:
         """Called before `on_fit_start`, once all is built. loggers: by name, empty except on rank 0. folder: the run's.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from framework.checkpoint import LocalStorage
 from framework.checkpoint.manager import CheckpointManager
 from framework.checkpoint.reader import load_progress
 from framework.config.optimizers import optimizer_configs, refuses_scaled_losses
-from framework.config.schema import Node, ProgressMode, TrainerConfig
+from framework.config.schema import CheckpointConfig, Node, ProgressMode, TrainerConfig
 from framework.config.written import written_config
 from framework.data.epochs import EpochSizes, EpochSteps
 from framework.data.loader import EvalLoader, TrainLoader
@@ -24,7 +25,8 @@ from framework.engine.assemble import Assembled, assemble
 from framework.engine.builders.observers import build_callbacks, build_loggers
 from framework.engine.builders.optimizer import build_optimizer
 from framework.engine.builders.schedule import build_schedule
-from framework.engine.data_checks import check_metrics
+from framework.engine.builders.strategy import check_built_callbacks
+from framework.engine.data_checks import check_metrics, monitored
 from framework.engine.setup import RankSetup
 from framework.engine.state_bytes import tensor_bytes
 from framework.engine.weights import loads_before_adapters
@@ -85,6 +87,15 @@ def build_trainer(
     if closure is not Closure.NONE:
         _check_closure(setup, optimizer, assembled.task)
 
+    callbacks = build_callbacks(_callback_nodes(setup), context=setup.context, run_dir=setup.run_dir)
+    for own_callbacks in hooks([assembled.task], "own_callbacks"):
+        check_built_callbacks(own_callbacks(), setup.strategy)
+        callbacks.update(own_callbacks())
+    checkpoint_settings = config.checkpoint
+    for checkpoint_keys in hooks([assembled.task], "checkpoint_keys"):
+        checkpoint_settings = replace(checkpoint_settings, **checkpoint_keys())
+    checkpoints = _checkpoint_manager(setup, checkpoint_settings)
+
     # Only rank 0 logs.
     logger_nodes = config.logger if setup.context.is_main else {}
     state = TrainState(
@@ -94,7 +105,7 @@ def build_trainer(
         precision=assembled.precision,
         optimizer=optimizer,
         schedule=schedule,
-        callbacks=build_callbacks(_callback_nodes(setup), context=setup.context, run_dir=setup.run_dir),
+        callbacks=callbacks,
         loggers=build_loggers(logger_nodes, run_dir=setup.run_dir, progress=_progress_mode(setup)),
         train_loader=train_loader,
         stop=StopControl(setup.link, context=setup.context),
@@ -114,10 +125,16 @@ def build_trainer(
         state,
         settings,
         val_loaders=val_loaders,
-        checkpoints=_checkpoint_manager(setup),
+        checkpoints=checkpoints,
         # Until then the time-out is that of `_wrap`.
         after_first_step=partial(set_timeout, config.backend.timeout, setup.context, groups=groups),
-        after_validation=partial(_after_validation, setup, train_loader.steps),
+        after_validation=partial(
+            _after_validation,
+            setup,
+            train_loader.steps,
+            built=monitored(callbacks, checkpoints),
+            monitor=checkpoint_settings.monitor,
+        ),
         check_run_dir=_run_dir_check(setup),
         link=setup.link,
         counts_flops=bool(config.logger),
@@ -255,13 +272,17 @@ def _has_sparse_gradients(model: nn.Module) -> bool:
 # Observers and checkpoints
 
 
-def _after_validation(setup: RankSetup, steps: EpochSteps | None, info: EvalInfo) -> None:
+def _after_validation(
+    setup: RankSetup, steps: EpochSteps | None, info: EvalInfo, *, built: Mapping[str, str], monitor: str | None
+) -> None:
     """Show the monitored metric in the rank status. Raises ConfigError if one that is monitored is never computed.
 
-    steps: of each epoch; None if unknown.
+    Args:
+        steps: of each epoch; None if unknown.
+        built: the monitored metrics, by what `monitored` returned.
+        monitor: that of checkpoints.
     """
-    check_metrics(setup.config, info.metrics)
-    monitor = setup.config.checkpoint.monitor
+    check_metrics(setup.config, info.metrics, built=built)
     if monitor is not None and monitor in info.metrics:
         number = _validation_number(setup.config.trainer, steps, info)
         setup.link.rank_status.set_validation(number, info.metrics[monitor])
@@ -300,7 +321,7 @@ def _progress_mode(setup: RankSetup) -> ProgressMode:
     return progress
 
 
-def _checkpoint_manager(setup: RankSetup) -> CheckpointManager | None:
+def _checkpoint_manager(setup: RankSetup, settings: CheckpointConfig) -> CheckpointManager | None:
     if not setup.config.checkpoint.enabled:
         return None
     setup.run_dir.checkpoints.mkdir(exist_ok=True)
@@ -310,7 +331,7 @@ def _checkpoint_manager(setup: RankSetup) -> CheckpointManager | None:
         # A group of its own, since checkpoints are written while training uses the others.
         shard_group = new_group(max(backend.init_timeout, backend.timeout))
     return CheckpointManager(
-        setup.config.checkpoint,
+        settings,
         LocalStorage(setup.run_dir.checkpoints),
         config_text=written_config(setup.run_dir),
         is_writer=setup.context.is_main,

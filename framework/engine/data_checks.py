@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from torch.utils.data import IterableDataset
 
+from framework.callbacks import EarlyStopping
+from framework.checkpoint.manager import CheckpointManager
 from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
@@ -15,7 +17,7 @@ from framework.errors import ConfigError
 from framework.strategies.base import Strategy
 from framework.system.formatting import format_count
 from framework.training.length import FROM_SCRATCH, Start, step_of_epoch_end, total_steps
-from framework.types import Datasets, Source
+from framework.types import Callback, Datasets, Source
 
 
 def streams_of(datasets: Datasets) -> list[str]:
@@ -154,18 +156,31 @@ def _first_validation(config: Config, datasets: Datasets, *, steps: EpochSteps |
     return begin + steps.share(epoch + every_n_epoch, interval)
 
 
-def check_metrics(config: Config, metrics: Collection[str]) -> None:
+def check_metrics(config: Config, metrics: Collection[str], *, built: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError if a monitored metric is never computed.
 
-    metrics: names of those that a validation computes; empty if there is no validation part.
+    Args:
+        metrics: names of those that a validation computes; empty if there is no validation part.
+        built: what `monitored` returned, once the trainer is built.
     """
-    for key, metric in _monitored(config).items():
+    for key, metric in {**_monitored(config), **(built or {})}.items():
         if metric in metrics:
             continue
         remedy = "data.datasets has no validation part: add one."
         if metrics:
             remedy = f"Use one of {', '.join(metrics)}."
         raise ConfigError(f"{key}={metric} is never computed. {remedy}{did_you_mean(nearest(metric, metrics))}")
+
+
+def monitored(callbacks: Mapping[str, Callback], checkpoints: CheckpointManager | None) -> dict[str, str]:
+    """Return the metrics that callbacks and checkpoints monitor, by config key. A task may have brought them."""
+    metrics = {}
+    for name, callback in callbacks.items():
+        if isinstance(callback, EarlyStopping):
+            metrics[f"callbacks.{name}.monitor"] = callback.monitor
+    if checkpoints is not None and checkpoints.monitor is not None:
+        metrics["checkpoint.monitor"] = checkpoints.monitor
+    return metrics
 
 
 def _monitored(config: Config) -> dict[str, str]:

@@ -49,8 +49,8 @@ def write_results(
     best = None
     if trainer.checkpoints is not None:
         best = trainer.checkpoints.best
-    if best is not None:
-        monitor = str(setup.config.checkpoint.monitor)
+    if best is not None and trainer.checkpoints is not None:
+        monitor = str(trainer.checkpoints.monitor)
         results["score"] = best.metrics[monitor]
         results["best"] = {"step": best.step, "metrics": best.metrics}
         final_metrics[f"best/{monitor}"] = best.metrics[monitor]

@@ -20,7 +20,7 @@ from framework.distributed.seed import generator_states, restore_generator_state
 from framework.engine.assemble import assemble
 from framework.engine.build_trainer import build_trainer
 from framework.engine.builders.model import check_validation_step
-from framework.engine.data_checks import check_metrics, check_validation, streams_of
+from framework.engine.data_checks import check_metrics, check_validation, monitored, streams_of
 from framework.engine.limits import apply_overfit_batches
 from framework.engine.loaders import make_eval_loaders, make_train_loader, prepare_data
 from framework.engine.overview import introduce
@@ -109,7 +109,8 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: TrainLoader, *, s
         _show_status(setup, "Checking the validation …")
         metric_names = trainer.sanity_check()
         if metric_names:
-            check_metrics(setup.config, metric_names)
+            built = monitored(trainer.state.callbacks, trainer.checkpoints)
+            check_metrics(setup.config, metric_names, built=built)
 
         modules: dict[str, str] = {}
         if setup.context.is_main:

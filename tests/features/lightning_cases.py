@@ -373,7 +373,7 @@ def changed(name: str, of: str = "Regression") -> pl.LightningModule:
     elif name in steps:
         methods = {"training_step": steps[name]}
     elif name == "callbacks":
-        methods = {"configure_callbacks": lambda _: pl.callbacks.EarlyStopping("val_loss")}
+        methods = {"configure_callbacks": lambda _: pl.callbacks.StochasticWeightAveraging(0.1)}
     elif name == "only step":
         methods = {"validation_step": lambda self, *_: self.log("v", 1.0, on_epoch=False)}
     module: pl.LightningModule = type("Changed", (base,), methods)()

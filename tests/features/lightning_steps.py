@@ -7,6 +7,7 @@ FOLDER/NAME.pt gets the weights and FOLDER/NAME.notes what its hooks noted.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,78 @@ class WithCallbacks(Base):
         self.seen = int(checkpoint["seen"])
 
 
+class Stopping(Base):
+    """Stops when its loss hardly improves, and has its best epoch before that."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_distance", float((self.current_epoch - 1) ** 2))
+
+    def on_train_epoch_end(self) -> None:
+        self.note("on_train_epoch_end")
+
+    def configure_callbacks(self) -> Any:
+        folder = str(self.file.with_suffix(".checkpoints"))
+        callbacks: list[Any] = [
+            pl.callbacks.EarlyStopping("val_loss", min_delta=2.0, patience=2),
+            pl.callbacks.ModelCheckpoint(folder, "{epoch}-{val_distance:.1f}", monitor="val_distance"),
+        ]
+        # Lightning's Trainer refuses it without a logger.
+        if self.logger is not None:
+            callbacks.append(pl.callbacks.LearningRateMonitor("step"))
+        return callbacks
+
+
+class Averaged(Base):
+    """Evaluates a moving average of its weights."""
+
+    def on_validation_end(self) -> None:
+        self.note("on_validation_end", round(float(self.trainer.callback_metrics["val_loss"]), 5))
+
+    def configure_callbacks(self) -> Any:
+        return pl.callbacks.EMAWeightAveraging(decay=0.9, update_every_n_steps=2, update_starting_at_step=5)
+
+
+class EpochsAveraged(Base):
+    """Averages the weights after each epoch but the first, by a class of its own."""
+
+    class Mean(pl.callbacks.WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return epoch_idx is not None and epoch_idx > 0
+
+    def configure_callbacks(self) -> Any:
+        return [self.Mean()]
+
+
+class Unmatched(Base):
+    """Configures callbacks with options that have no counterpart."""
+
+    class Patient(pl.callbacks.EarlyStopping):
+        pass
+
+    class Swapping(pl.callbacks.WeightAveraging):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            pass
+
+    def configure_callbacks(self) -> Any:
+        callbacks = pl.callbacks
+        return [
+            callbacks.EarlyStopping("train_loss", strict=False),
+            self.Patient("val_loss"),
+            self.Swapping(),
+            callbacks.EMAWeightAveraging(device="cpu"),
+            callbacks.ModelCheckpoint(monitor="val_loss", every_n_train_steps=5),
+            callbacks.ModelCheckpoint(save_on_exception=True),
+            callbacks.LearningRateMonitor(log_momentum=True),
+            callbacks.StochasticWeightAveraging(0.1),
+            callbacks.GradientAccumulationScheduler({1: 2}),
+        ]
+
+
+class Misspelt(Base):
+    def configure_callbacks(self) -> Any:
+        return pl.callbacks.EarlyStopping("val_los")
+
+
 class Logging(Base):
     """Logs through `self.logger`."""
 
@@ -401,12 +474,14 @@ class Schedules(Base):
 
 def train(folder: str, name: str) -> None:
     plain: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_epochs=EPOCHS, enable_model_summary=False, **plain, **SETTINGS[name]
-    )
+    settings = {"max_epochs": EPOCHS, **SETTINGS[name]}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **plain, **settings)
     module = globals()[name](folder)
     trainer.fit(module, datamodule=Data())
     torch.save(dict(module.state_dict()), Path(folder, f"{name}.pt"))
+    checkpoints = trainer.checkpoint_callback
+    if isinstance(checkpoints, pl.callbacks.ModelCheckpoint):
+        shutil.copy(checkpoints.best_model_path, Path(folder, f"{name}.best.ckpt"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
 
 STEPS = "tests.features.lightning_steps"
-QUICK = ("Hooked", "Gan", "PlainLBFGS", "WithCallbacks")
+QUICK = ("Hooked", "Gan", "PlainLBFGS", "WithCallbacks", "Stopping", "Averaged")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in SETTINGS]
 TWO = ("topology.procs_per_node=2", "data.batch_size=4", "data.eval_batch_size=4")
 # The last process has no sample in the last batch of each four.
@@ -91,6 +91,8 @@ def test_weights_and_hooks_are_lightnings(run, lightning, tmp_path, name):
         pytest.param("Accumulating", TWO, id="Accumulating-2", marks=pytest.mark.exhaustive),
         pytest.param("Accumulating", THREE, id="Accumulating-3", marks=pytest.mark.exhaustive),
         pytest.param("Schedules", TWO, id="Schedules-2", marks=pytest.mark.exhaustive),
+        pytest.param("Averaged", TWO, id="Averaged-2", marks=pytest.mark.exhaustive),
+        pytest.param("Stopping", TWO, id="Stopping-2", marks=pytest.mark.exhaustive),
     ],
 )
 def test_several_processes_compute_the_same(run, lightning, name, overrides):
@@ -133,6 +135,9 @@ def test_hooks_of_steps_on_two_processes(run):
         ("Accumulating", (), 6),
         ("WithCallbacks", (), 17),
         ("PlainLBFGS", (), 17),
+        ("Averaged", (), 17),
+        pytest.param("Stopping", (), 17, marks=pytest.mark.exhaustive),
+        pytest.param("Averaged", TWO, 17, marks=pytest.mark.exhaustive),
         pytest.param("PlainLBFGS", TWO, 17, marks=pytest.mark.exhaustive),
         pytest.param("NormedGan", TWO, 17, marks=pytest.mark.exhaustive),
         pytest.param("Hooked", (), 5, marks=pytest.mark.exhaustive),
@@ -144,6 +149,42 @@ def test_a_run_stopped_within_an_epoch_resumes_exactly(run, train, name, overrid
     train(f"resume={stopped}", "trainer.max_steps=null")
     for key, value in results.weights(whole).items():
         assert torch.equal(results.weights(stopped)[key], value), key
+
+
+def test_configured_callbacks_stop_and_find_the_best_checkpoint_as_lightnings(run, lightning):
+    run_dir = run("Stopping")
+    best = torch.load(lightning / "Stopping.best.ckpt", weights_only=True)
+    found = results.results(run_dir)
+    assert found["best"]["step"] == best["global_step"] == 24
+    assert found["ended_by"].startswith("EarlyStopping: val/loss did not improve in 2 evaluations")
+    weights = torch.load(run_dir / "checkpoints" / "best" / "model.pt", weights_only=True)
+    for key, value in best["state_dict"].items():
+        assert torch.equal(weights[key], value), key
+    assert "dirpath and filename of ModelCheckpoint have no effect" in results.log(run_dir)
+
+
+def test_configured_callbacks_and_options_without_a_counterpart(run, capfd):
+    run("Unmatched", status=2)
+    error = capfd.readouterr().err
+    for refused in (
+        "EarlyStopping(monitor='train_loss'): monitor a metric that validation_step logs",
+        "EarlyStopping(strict=False): log train_loss in every validation",
+        "Patient inherits from Lightning's EarlyStopping",
+        "Swapping.on_train_end: of WeightAveraging, override should_update only",
+        "WeightAveraging(device=...): leave it out",
+        "ModelCheckpoint(every_n_train_steps=...) with a monitor: trainer.val_check_interval",
+        "a second ModelCheckpoint",
+        "ModelCheckpoint(save_on_exception=True): checkpoint.every_n_minutes",
+        "LearningRateMonitor(log_momentum=True): self.log it",
+        "StochasticWeightAveraging: callbacks=swa",
+        "GradientAccumulationScheduler: no counterpart",
+    ):
+        assert refused in error
+    run("Misspelt", status=2)
+    error = capfd.readouterr().err
+    assert "callbacks.EarlyStopping.monitor=val/los is never computed. Use one of val/loss" in error
+    run("Averaged", "strategy=fsdp", *TWO, status=2)
+    assert "callbacks.EMAWeightAveraging keeps a whole copy of the model" in capfd.readouterr().err
 
 
 def test_settings_that_manual_optimization_refuses(run, capfd):

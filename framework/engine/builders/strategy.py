@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from framework.config.schema import Node
 from framework.config.targets import import_target
@@ -30,14 +31,23 @@ def check_callbacks_fit(nodes: Mapping[str, Node], strategy: Strategy) -> None:
     - with `compares_replicas`: whole and equal models
     - with `averages_buffers_by`, unless that keyword is false: equal buffers
     """
-    kind = type(strategy).__name__
     for name, node in nodes.items():
-        target = import_target(node["_target_"])
-        hook = getattr(target, "evaluation_weights", None)
-        traits = CallbackTraits(
-            compares_replicas=getattr(target, "compares_replicas", None),
-            averages_buffers_by=getattr(target, "averages_buffers_by", None),
-            keeps_weights=hook is not None and hook is not Callback.evaluation_weights,
-        )
-        for mistake in misfits(name, node, traits, strategy, kind=kind):
-            raise ConfigError(mistake)
+        _check_fit(name, import_target(node["_target_"]), node, strategy)
+
+
+def check_built_callbacks(callbacks: Mapping[str, Callback], strategy: Strategy) -> None:
+    """Raise ConfigError, as `check_callbacks_fit`, for callbacks that aren't in the configuration."""
+    for name, callback in callbacks.items():
+        _check_fit(name, type(callback), vars(callback), strategy)
+
+
+def _check_fit(name: str, target: Any, keywords: Mapping[str, Any], strategy: Strategy) -> None:
+    """Raise ConfigError if a callback of the class `target` can't go with the strategy."""
+    hook = getattr(target, "evaluation_weights", None)
+    traits = CallbackTraits(
+        compares_replicas=getattr(target, "compares_replicas", None),
+        averages_buffers_by=getattr(target, "averages_buffers_by", None),
+        keeps_weights=hook is not None and hook is not Callback.evaluation_weights,
+    )
+    for mistake in misfits(name, keywords, traits, strategy, kind=type(strategy).__name__):
+        raise ConfigError(mistake)

@@ -40,6 +40,17 @@ def short_name(name: str, part: LogPart) -> str:
     return match[1] if match else name
 
 
+def metric_name(monitor: str, val_dataloaders: Any) -> str:
+    """Return the name here of a validation metric, such as `val_loss` or, of a set, `val_loss/dataloader_idx_1`."""
+    match = re.fullmatch(r"(.+)/dataloader_idx_(\d+)", monitor)
+    if match is None:
+        return f"val/{short_name(monitor, 'val')}"
+    set_name = match[2]
+    if isinstance(val_dataloaders, Mapping):
+        set_name = str(list(val_dataloaders)[int(match[2])])
+    return f"val/{set_name}/{short_name(match[1], 'val')}"
+
+
 @final
 class Log:
     """The values that a module has logged since they were last read, by interval and name."""

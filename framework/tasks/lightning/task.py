@@ -29,10 +29,11 @@ from framework.distributed.sharded import is_model_sharded
 from framework.errors import ConfigError, TargetError
 from framework.optim.optimizer import give_closure
 from framework.optim.several import Optimizers
-from framework.tasks.lightning.callbacks import callback_hooks, own_callbacks
+from framework.system.rank_log import warn
+from framework.tasks.lightning.callbacks import Configured, callback_hooks, configured_callbacks
 from framework.tasks.lightning.data import overrides_method
 from framework.tasks.lightning.kept_state import KeptState
-from framework.tasks.lightning.log import Log, LogPart, short_name
+from framework.tasks.lightning.log import Log, LogPart, metric_name, short_name
 from framework.tasks.lightning.optimization import HookedSteps, ManualSteps
 from framework.tasks.lightning.trainer import Stage, TrainerView, trainer_of
 from framework.types import (
@@ -162,9 +163,12 @@ class LightningTask:
         self._trainer._module = weakref.ref(module)
         module.trainer = self._trainer
         self._callback_hooks: dict[str, list[Callable[..., Any]]] = {}
+        self._configured = Configured()
+        self._is_trial = config.trainer.fast_dev_run
         # Lightning calls callbacks in prediction, too, whose hooks have no counterpart.
         if self._trains and "configure_callbacks" in self._overridden:
-            self._trainer.callbacks = own_callbacks(module)
+            self._configured = configured_callbacks(module, config, val_dataloaders=self._trainer.val_dataloaders)
+            self._trainer.callbacks = self._configured.own
             self._callback_hooks = callback_hooks(
                 self._trainer.callbacks, self._trainer, module, called=_CALLED - _OF_MODULES
             )
@@ -387,6 +391,18 @@ class LightningTask:
             return model(*arguments)
         finally:
             vars(module).pop("forward", None)
+
+    # What `configure_callbacks` asks for
+
+    def own_callbacks(self) -> Mapping[str, Callback]:
+        # As in Lightning, and as those of the configuration.
+        return {} if self._is_trial else self._configured.counterparts
+
+    def checkpoint_keys(self) -> Mapping[str, Any]:
+        if self._context.is_main:
+            for note in self._configured.notes:
+                warn(f"{self._name}.configure_callbacks: {note}")
+        return self._configured.checkpoint
 
     # Hooks of training, called by the engine
 
@@ -795,7 +811,7 @@ def _schedule(config: Any, module: Any) -> LRSchedulerConfig:
     if _monitors_training(config):
         # The task steps it, when it has reduced what training logged.
         return LRSchedulerConfig(config.scheduler, "never")
-    monitor = f"val/{short_name(config.monitor, 'val')}"
+    monitor = metric_name(config.monitor, module.trainer.val_dataloaders)
     return LRSchedulerConfig(config.scheduler, config.interval, config.frequency, monitor, config.strict, step)
 
 
