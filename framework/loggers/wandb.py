@@ -7,8 +7,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -18,8 +20,51 @@ from framework.loggers.tracker import Row, Tracker, check_installed
 from framework.system.rank_log import show, warn
 from framework.system.run_dir import RunDir
 from framework.system.shown_text import masked_text
+from framework.types import FitInfo
 
 _INIT_TIMEOUT_S = 30.0
+# Of W&B's run, besides `log`; all return what nobody needs.
+_METHODS = ("alert", "define_metric", "log_artifact", "log_code", "save", "unwatch", "watch")
+
+
+@final
+class WandbExperiment:
+    """The methods of W&B's run, called by the logger's thread: `self.logger.experiment` of a LightningModule.
+
+    They return nothing. `log` without a step is of the present one.
+    """
+
+    def __init__(self, logger: WandbLogger) -> None:
+        self._logger = logger
+        self.config = _Entries(logger, "config")
+        self.summary = _Entries(logger, "summary")
+
+    def log(self, data: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
+        """Log numbers as the run's own, which a resumed run has once, and objects of W&B as they are."""
+        self._logger.log_objects(data, step=step)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _METHODS:
+            raise AttributeError(
+                f"self.logger.experiment of W&B has log, {', '.join(_METHODS)}, config.update and summary.update, and "
+                f"no {name}. Its run is on another thread."
+            )
+        return partial(self._logger.call, name)
+
+
+@final
+class _Entries:
+    """`config` or `summary` of W&B's run."""
+
+    def __init__(self, logger: WandbLogger, name: str) -> None:
+        self._logger = logger
+        self._name = name
+
+    def update(self, *arguments: Any, **keywords: Any) -> None:
+        self._logger.call(f"{self._name}.update", *arguments, **keywords)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.update({key: value})
 
 
 @final
@@ -72,6 +117,56 @@ class WandbLogger(Tracker):
         self._settings: dict[str, Any] = {"console": "off", "silent": True, "init_timeout": _INIT_TIMEOUT_S}
         self._settings.update(settings or {})
         self._run: Any = None
+        # Calls through `experiment` that came before the thread began.
+        self._waiting: list[Callable[[], object]] = []
+        self._present_step: Callable[[], int] | None = None
+
+    # For `self.logger.experiment`
+
+    @property
+    def experiment(self) -> WandbExperiment:
+        return WandbExperiment(self)
+
+    def follow(self, present_step: Callable[[], int]) -> None:
+        """Note what returns the present step."""
+        self._present_step = present_step
+
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> None:
+        """Have the thread call a method of W&B's run, such as `config.update`."""
+        self._on_thread(lambda: attrgetter(method)(self._run)(*arguments, **keywords))
+
+    def log_objects(self, data: Mapping[str, Any], *, step: int | None) -> None:
+        """Log numbers by the journal, and everything else directly: W&B's objects can't be kept in it."""
+        if step is None:
+            step = self._step if self._present_step is None else self._present_step()
+        numbers = {}
+        others = {}
+        for name, value in data.items():
+            if isinstance(value, (int, float)) or getattr(value, "shape", None) == ():
+                numbers[name] = float(value)
+            else:
+                others[name] = value
+        if numbers:
+            # W&B isn't told the epoch.
+            self.log(numbers, step=step, epoch=0)
+        if others:
+            row = {"step": step}
+            self._on_thread(lambda: self._put(row, others))
+
+    def start(self, info: FitInfo) -> None:
+        super().start(info)
+        waiting = self._waiting
+        self._waiting = []
+        for call in waiting:
+            self._on_thread(call)
+
+    def _on_thread(self, call: Callable[[], object]) -> None:
+        if self._worker is None:
+            self._waiting.append(call)
+        else:
+            self._worker.submit(call)
+
+    # On the thread
 
     def begin(self) -> None:
         import wandb

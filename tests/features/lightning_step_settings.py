@@ -12,6 +12,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Stopping": {"max_epochs": 6},
     "Averaged": {},
     "EpochsAveraged": {},
+    "EpochSchedule": {"accumulate_grad_batches": 2},
     "LBFGS": {},
     "PlainLBFGS": {"gradient_clip_val": 2.0},
     "Gan": {},

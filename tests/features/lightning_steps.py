@@ -1,7 +1,8 @@
 """LightningModules that take part in the optimization: manual optimization, and hooks of the steps.
 
-python -m tests.features.lightning_steps FOLDER NAME...: train them with Lightning's own Trainer. For each,
-FOLDER/NAME.pt gets the weights and FOLDER/NAME.notes what its hooks noted.
+python -m tests.features.lightning_steps train FOLDER NAME...: train them with Lightning's own Trainer. For each,
+FOLDER/NAME.pt gets the weights and FOLDER/NAME.notes what its hooks noted. `train_and_begin` and
+`go_on` train a part of it.
 """
 
 from __future__ import annotations
@@ -248,6 +249,23 @@ class EpochsAveraged(Base):
         return [self.Mean()]
 
 
+class EpochSchedule(Base):
+    """With a schedule that steps after epochs, and settings in its checkpoints."""
+
+    def __init__(self, folder: str, hidden: int = 8) -> None:
+        self.hidden = hidden
+        super().__init__(folder)
+        self.save_hyperparameters()
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(6, self.hidden), nn.Tanh(), nn.Linear(self.hidden, 1))
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.net[2].parameters(), "lr": 0.02}, {"params": self.net[0].parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
 class Unmatched(Base):
     """Configures callbacks with options that have no counterpart."""
 
@@ -292,6 +310,31 @@ class Logging(Base):
         assert self.loggers == [logger]
         assert Path(logger.log_dir).is_dir()
         return super().training_step(batch, batch_idx)
+
+
+class Tracked(Base):
+    """Logs through W&B's own run, as well as TensorBoard's."""
+
+    def on_fit_start(self) -> None:
+        self._of("W").config.update({"early": 1})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        import wandb
+
+        run = self._of("W")
+        run.log({"mine": torch.tensor(batch_idx)})
+        if batch_idx == 3:
+            run.log({"pictures": [wandb.Image(batch[0].numpy(), caption="rows")]}, step=self.global_step)
+            run.summary["seen"] = 3
+        self._of("_").add_scalar("direct", batch_idx, self.global_step)
+        assert not hasattr(run, "url")
+        return super().training_step(batch, batch_idx)
+
+    def _of(self, initial: str) -> Any:
+        """The experiment of W&B or TensorBoard, by its class."""
+        loggers: list[Any] = self.loggers
+        experiments = [logger.experiment for logger in loggers]
+        return next(each for each in experiments if type(each).__name__.startswith(initial))
 
 
 class Skipping(Base):
@@ -472,10 +515,14 @@ class Schedules(Base):
         ]
 
 
-def train(folder: str, name: str) -> None:
+def trainer_of(name: str, **settings: Any) -> pl.Trainer:
     plain: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    settings = {"max_epochs": EPOCHS, **SETTINGS[name]}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **plain, **settings)
+    settings = {**plain, "max_epochs": EPOCHS, "enable_model_summary": False, **SETTINGS[name], **settings}
+    return pl.Trainer(accelerator="cpu", devices=1, **settings)
+
+
+def train(folder: str, name: str) -> None:
+    trainer = trainer_of(name)
     module = globals()[name](folder)
     trainer.fit(module, datamodule=Data())
     torch.save(dict(module.state_dict()), Path(folder, f"{name}.pt"))
@@ -484,7 +531,29 @@ def train(folder: str, name: str) -> None:
         shutil.copy(checkpoints.best_model_path, Path(folder, f"{name}.best.ckpt"))
 
 
+def train_and_begin(folder: str, name: str) -> None:
+    """Also train for two epochs, and save: NAME.epoch.ckpt at the end of the last one, NAME.ckpt after training."""
+    train(folder, name)
+    saving = pl.callbacks.ModelCheckpoint(folder, f"{name}.epoch")
+    trainer = trainer_of(name, max_epochs=2, callbacks=[saving], enable_checkpointing=True)
+    trainer.fit(globals()[name](folder), datamodule=Data())
+    trainer.save_checkpoint(Path(folder, f"{name}.ckpt"))
+
+
+def go_on(folder: str, name: str) -> None:
+    """Train from FOLDER/NAME.exported.ckpt to the end, as `train` does; compare what `load_from_checkpoint` reads."""
+    path = Path(folder, f"{name}.exported.ckpt")
+    cls = globals()[name]
+    read = cls.load_from_checkpoint(path, folder=folder)
+    torch.save(dict(read.state_dict()), Path(folder, f"{name}.read.pt"))
+    trainer = trainer_of(name)
+    module = cls(folder)
+    trainer.fit(module, datamodule=Data(), ckpt_path=path)
+    torch.save({**module.state_dict(), "steps": trainer.global_step}, Path(folder, f"{name}.gone_on.pt"))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name in sys.argv[2:]:
-        train(sys.argv[1], name)
+    actions = {"train": train, "train_and_begin": train_and_begin, "go_on": go_on}
+    for name in sys.argv[3:]:
+        actions[sys.argv[1]](sys.argv[2], name)

@@ -13,6 +13,7 @@ from tests.features.lightning_step_settings import SETTINGS
 from tests.helpers import results
 from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
+from tests.helpers.trackers import wandb_curve, wandb_run
 
 STEPS = "tests.features.lightning_steps"
 QUICK = ("Hooked", "Gan", "PlainLBFGS", "WithCallbacks", "Stopping", "Averaged")
@@ -38,7 +39,7 @@ def lightning(request, tmp_path_factory):
     selected = " ".join(item.nodeid for item in request.session.items)
     names = [name for name in SETTINGS if name in selected]
     folder = tmp_path_factory.mktemp("lightning")
-    command = [sys.executable, "-W", "ignore", "-m", STEPS, str(folder), *names]
+    command = [sys.executable, "-W", "ignore", "-m", STEPS, "train", str(folder), *names]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
     return folder
 
@@ -201,6 +202,21 @@ def test_a_module_logs_through_its_logger(run):
     assert list(results.curve(run_dir, "mine").values()) == list(range(12))
     (file,) = run_dir.glob("events.out.tfevents.*")
     assert b"direct" in file.read_bytes()
+
+
+def test_a_module_logs_through_the_run_of_wandb(run, train, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracked = ("logger=[jsonl,tensorboard,wandb]", "trainer.max_epochs=2")
+    run_dir = run("Tracked", *tracked, "trainer.max_steps=14")
+    train(f"resume={run_dir}", "trainer.max_steps=null")
+    of_wandb, history, summary = wandb_run(run_dir)
+    assert wandb_curve(run_dir, "mine") == {step: float(step % 12) for step in range(24)}
+    # Of the second epoch: the process that resumes offline has no objects of the first one's.
+    assert [row["_step"] for row in history if row.get("pictures/_type") == "images/separated"] == [15]
+    assert summary["seen"] == 3
+    assert "early" in str(of_wandb.config)
+    events = b"".join(file.read_bytes() for file in run_dir.glob("events.out.tfevents.*"))
+    assert events.count(b"direct") >= 24
 
 
 def test_a_callback_of_lightning_in_the_section_callbacks(run, capfd):

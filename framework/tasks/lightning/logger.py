@@ -9,7 +9,7 @@ from typing import Any, final
 from framework.errors import ConfigError
 from framework.loggers.media import log_to_loggers
 from framework.media import Image, Table, Text
-from framework.types import Logger
+from framework.types import Logger, hooks
 
 
 @final
@@ -29,6 +29,8 @@ class LoggerView:
     def observe_run(self, loggers: Mapping[str, Logger], folder: Path) -> None:
         """Note the loggers, and log what waits."""
         self._loggers = loggers
+        for follow in hooks(loggers.values(), "follow"):
+            follow(self._present_step)
         self._folder = folder
         waiting = self._waiting
         self._waiting = []
@@ -102,14 +104,32 @@ class LoggerView:
 
     @property
     def experiment(self) -> Any:
-        """The SummaryWriter of TensorBoard; on other ranks what ignores all calls."""
+        """The SummaryWriter of TensorBoard or the run of W&B, of the first such logger.
+
+        Ranks other than 0 get what ignores all calls.
+        """
         if not self._trainer.is_global_zero:
             return _Nothing()
-        for logger in (self._loggers or {}).values():
-            experiment = getattr(logger, "experiment", None)
-            if experiment is not None:
-                return experiment
-        raise self._refused("experiment")
+        loggers = list(self._with_experiment().values())
+        if not loggers:
+            raise self._refused("experiment")
+        return loggers[0].experiment
+
+    def each(self) -> list[LoggerView]:
+        """Return one view for each logger that has an `experiment`, if several have one; else this one."""
+        views = []
+        for name, logger in self._with_experiment().items():
+            view = LoggerView(self._trainer)
+            view._loggers = {name: logger}
+            view._folder = self._folder
+            views.append(view)
+        return views if len(views) > 1 else [self]
+
+    def _with_experiment(self) -> dict[str, Any]:
+        return {name: logger for name, logger in (self._loggers or {}).items() if hasattr(logger, "experiment")}
+
+    def _present_step(self) -> int:
+        return int(self._trainer.global_step)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -120,7 +140,7 @@ class LoggerView:
         configured = ", ".join(self._loggers or {}) or "none yet: it is known from on_fit_start on"
         return LoggerAttributeError(
             f"There is no self.logger.{name} with these loggers: {configured}.\nFor `experiment`, choose "
-            "logger=tensorboard. self.log, log_metrics, log_image and log_table work with each."
+            "logger=tensorboard or logger=wandb. self.log, log_metrics, log_image and log_table work with each."
         )
 
     def _log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:

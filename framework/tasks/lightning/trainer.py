@@ -138,7 +138,7 @@ class TrainerView:
 
     @property
     def loggers(self) -> list[LoggerView]:
-        return [] if self._logger is None else [self._logger]
+        return [] if self._logger is None else self._logger.each()
 
     @property
     def log_dir(self) -> str | None:
