@@ -407,6 +407,17 @@ class Log:
     stop: Stop | None = None
 
 
+class InitialTraining(NamedTuple):
+    """How far a training is that something else has begun, and the states of what it trains with."""
+
+    # Epochs and optimizer steps done.
+    epoch: int
+    step: int
+    # State dicts, one for each optimizer and schedule.
+    optimizers: list[dict[str, Any]]
+    schedules: list[dict[str, Any]]
+
+
 # What users implement
 
 
@@ -481,6 +492,13 @@ class TaskHooks(Protocol):
         It is for optimizers that need loss and gradients several times in a step, such as LBFGS.
         """
         return nullcontext()
+
+    def initial_training(self, content: Mapping[str, Any], *, source: Path) -> InitialTraining:
+        """Return how to continue the training of which `init_from` is the checkpoint `source`: init.training=true.
+
+        content: what the file holds. Raise CheckpointError if that isn't possible.
+        """
+        raise NotImplementedError
 
     def own_callbacks(self) -> Mapping[str, Callback]:
         """Return callbacks, by name, that observe training besides those of the configuration."""

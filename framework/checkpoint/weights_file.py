@@ -33,13 +33,23 @@ def read_weights(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    content: Any
+    content = _unwrapped(read_content(file))
+    if isinstance(content, Mapping) and any(isinstance(value, Tensor) for value in content.values()):
+        return content
+    kind = type(content).__name__
+    if isinstance(content, Mapping):
+        kind = f"a dict of {', '.join(map(str, content))}"
+    raise CheckpointError(f"{file} holds {kind}. It must be a state dict, or have one as {' or '.join(_WRAPPERS)}.")
+
+
+def read_content(file: Path) -> Any:
+    """Return all that a file holds. Raises CheckpointError for one with other Python objects than plain ones."""
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         # Its text advises to read the file all the same, so only the class that it names is shown.
         match = re.search(r"GLOBAL (\S+)", str(error))
@@ -51,14 +61,6 @@ def _read(file: Path) -> Mapping[str, Any]:
     except Exception as error:
         # Torch and safetensors raise errors of many classes.
         raise CheckpointError(f"{file} can't be read: {describe_error(error)}\nIt may be damaged.") from error
-
-    content = _unwrapped(content)
-    if isinstance(content, Mapping) and any(isinstance(value, Tensor) for value in content.values()):
-        return content
-    kind = type(content).__name__
-    if isinstance(content, Mapping):
-        kind = f"a dict of {', '.join(map(str, content))}"
-    raise CheckpointError(f"{file} holds {kind}. It must be a state dict, or have one as {' or '.join(_WRAPPERS)}.")
 
 
 def _unwrapped(content: Any) -> Any:

@@ -65,7 +65,7 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 ClipAlgorithm = Literal["norm", "value"]
 ProgressMode = Literal["auto", "rich", "plain", "off"]
-ExportFormat = Literal["state_dict", "safetensors", "pretrained", "onnx", "torch_export"]
+ExportFormat = Literal["state_dict", "safetensors", "pretrained", "onnx", "torch_export", "lightning"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +266,8 @@ class InitConfig:
     skip: Texts | None = None
     # Refuse a name that is only in the file or only in the model.
     strict: bool = True
+    # Of a checkpoint of Lightning, also load the optimizer's and the schedule's state, and how far training is.
+    training: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

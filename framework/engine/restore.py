@@ -20,6 +20,7 @@ from framework.distributed.collectives import barrier
 from framework.distributed.seed import mix, restore_generator_states, seed_everything
 from framework.distributed.sharded import is_model_sharded
 from framework.engine.changed_settings import change_optimizers, check_fold, check_optimizer_and_schedule
+from framework.engine.initial_training import load_initial_training
 from framework.engine.setup import RankSetup
 from framework.engine.weights import complete_weights, load_initial_weights, loads_before_adapters
 from framework.media import Text
@@ -38,6 +39,8 @@ def restore(setup: RankSetup, trainer: Trainer, checkpoint: LastUndamaged) -> No
         loaded = load_initial_weights(trainer.state.bare_model, setup.config, context=setup.context)
         if loaded is not None:
             trainer.logbook.log_values({"init_from": Text(loaded)})
+    if checkpoint.directory is None and setup.config.init.training:
+        load_initial_training(trainer, setup.config)
     if setup.config.resume is not None or checkpoint.damaged:
         # Past this barrier, every rank has accepted the checkpoint.
         barrier(setup.context)

@@ -241,6 +241,22 @@ class Schedules:
             schedule.load_state_dict(state[name])
 
 
+def with_calls(state: Mapping[str, Any], calls: int) -> dict[str, Any]:
+    """Return what `Schedule` loads, from a scheduler's own state. calls: how often it was to be stepped."""
+    return {**state, _CALLS: calls}
+
+
+def scheduler_states(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the schedulers' own states from what `Schedule` or `Schedules` has saved."""
+    if not state:
+        return []
+    of_several = [value for name, value in state.items() if name.isdigit()]
+    states = []
+    for own in of_several or [state]:
+        states.append({name: value for name, value in own.items() if name not in (_LENGTH, _RUN_LENGTH, _CALLS)})
+    return states
+
+
 def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, min_factor: float = 0.0) -> LambdaLR:
     """Linear warm-up to the optimizer's learning rate, then half a cosine down to `min_factor` times it.
 

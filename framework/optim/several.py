@@ -52,29 +52,41 @@ class Optimizers(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of one optimizer with all groups."""
-        states: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        begin = 0
-        for optimizer in self.named.values():
-            state_dict = optimizer.state_dict()
-            for number, state in state_dict["state"].items():
-                states[begin + number] = state
-            groups += _renumbered(state_dict["param_groups"], by=begin)
-            begin += _num_params(optimizer.param_groups)
-        return {"state": states, "param_groups": groups}
+        return join_states(optimizer.state_dict() for optimizer in self.named.values())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        begin = 0
-        first_group = 0
-        for optimizer in self.named.values():
-            end_group = first_group + len(optimizer.param_groups)
-            groups = state_dict["param_groups"][first_group:end_group]
-            end = begin + _num_params(groups)
-            states = {n - begin: state for n, state in state_dict["state"].items() if begin <= n < end}
-            optimizer.load_state_dict({"state": states, "param_groups": _renumbered(groups, by=-begin)})
-            begin = end
-            first_group = end_group
+        sizes = [len(optimizer.param_groups) for optimizer in self.named.values()]
+        for optimizer, own_state in zip(self.named.values(), split_state(state_dict, sizes), strict=True):
+            optimizer.load_state_dict(own_state)
+
+
+def split_state(state_dict: Mapping[str, Any], sizes: Iterable[int]) -> list[dict[str, Any]]:
+    """Return the state dict of each optimizer from that of all. sizes: the number of groups of each."""
+    states = []
+    begin = 0
+    first_group = 0
+    for size in sizes:
+        groups = state_dict["param_groups"][first_group : first_group + size]
+        end = begin + _num_params(groups)
+        own = {number - begin: state for number, state in state_dict["state"].items() if begin <= number < end}
+        states.append({"state": own, "param_groups": _renumbered(groups, by=-begin)})
+        begin = end
+        first_group += size
+    return states
+
+
+def join_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state dict of one optimizer with all groups, from those of several."""
+    joined: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    begin = 0
+    for state_dict in states:
+        for number, state in state_dict["state"].items():
+            joined[begin + number] = state
+        groups += _renumbered(state_dict["param_groups"], by=begin)
+        begin += _num_params(state_dict["param_groups"])
+    return {"state": joined, "param_groups": groups}
 
 
 def _renumbered(groups: Iterable[Mapping[str, Any]], *, by: int) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ _FORMATS: Mapping[ExportFormat, tuple[str, tuple[str, ...]]] = {
     "pretrained": ("", ()),
     "onnx": (".onnx", ("onnx", "onnxscript")),
     "torch_export": (".pt2", ()),
+    "lightning": (".ckpt", ()),
 }
 _KEY = "export.output"
 

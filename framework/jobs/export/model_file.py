@@ -30,6 +30,11 @@ def export(arguments: Mapping[str, Any]) -> dict[str, Any]:
     source = load_source(config, span=arguments["span"])
     if config.export.format in ("onnx", "torch_export"):
         facts = write_graph(source, path)
+    elif config.export.format == "lightning":
+        # Takes long to import.
+        from framework.jobs.export.lightning_file import write_lightning
+
+        facts = write_lightning(source, path)
     else:
         facts = write_weights(source, path)
     return {"step": source.step, "model": source.name, "facts": facts}

@@ -33,6 +33,8 @@ class Source:
     model: nn.Module
     task: Task
     precision: PrecisionPlugin
+    # Of the checkpoint.
+    directory: Path
     step: int
     # Written into files that can hold it.
     metadata: Mapping[str, str]
@@ -62,4 +64,4 @@ def load_source(config: Config, *, span: int) -> Source:
         "framework_version": installed_versions(["framework"])["framework"],
         "torch_version": str(torch.__version__),
     }
-    return Source(config, context, model, assembled.task, assembled.precision, step=step, metadata=metadata)
+    return Source(config, context, model, assembled.task, assembled.precision, directory, step=step, metadata=metadata)

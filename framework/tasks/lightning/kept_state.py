@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, final
 
 from framework.tasks.lightning.data import overrides_method
@@ -26,9 +27,10 @@ class KeptState:
         """Return the entries that the hooks add, and the data module's state; empty without any."""
         kept: dict[str, Any] = {}
         if self._data_has_state:
-            kept["datamodule"] = self._trainer.datamodule.state_dict()
-        states = [callback.state_dict() for callback in self._trainer.callbacks]
-        if any(states):
+            name = type(self._trainer.datamodule).__qualname__
+            kept["datamodule"] = {name: self._trainer.datamodule.state_dict()}
+        states = {callback.state_key: callback.state_dict() for callback in self._trainer.callbacks}
+        if any(states.values()):
             kept["callbacks"] = states
         if not (self._saves or self._data_saves):
             return kept
@@ -43,11 +45,24 @@ class KeptState:
 
     def load(self, kept: dict[str, Any]) -> None:
         """Give the hooks back what `save` returned."""
-        if self._data_has_state and "datamodule" in kept:
-            self._trainer.datamodule.load_state_dict(kept["datamodule"])
-        for callback, state in zip(self._trainer.callbacks, kept.get("callbacks", ()), strict=False):
-            callback.load_state_dict(state)
-        checkpoint = {**self._checkpoint(), **kept.get("added", {})}
+        self._load(kept.get("datamodule", {}), kept.get("callbacks", {}))
+        self._call_load_hooks({**self._checkpoint(), **kept.get("added", {})})
+
+    def load_lightnings(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the hooks and callbacks what a checkpoint of Lightning's has for them."""
+        self._load(checkpoint, checkpoint.get("callbacks", {}))
+        self._call_load_hooks(dict(checkpoint))
+
+    def _load(self, of_data: Mapping[str, Any], of_callbacks: Mapping[str, Any]) -> None:
+        """Load the states of the data module and the callbacks, by the names that Lightning gives them."""
+        name = type(self._trainer.datamodule).__qualname__
+        if self._data_has_state and name in of_data:
+            self._trainer.datamodule.load_state_dict(of_data[name])
+        for callback in self._trainer.callbacks:
+            if callback.state_key in of_callbacks:
+                callback.load_state_dict(of_callbacks[callback.state_key])
+
+    def _call_load_hooks(self, checkpoint: dict[str, Any]) -> None:
         for owner in (self._trainer.datamodule, self._trainer.lightning_module):
             if owner is not None and overrides_method(owner, "on_load_checkpoint"):
                 owner.on_load_checkpoint(checkpoint)

@@ -30,6 +30,7 @@ from framework.errors import ConfigError, TargetError
 from framework.optim.optimizer import give_closure
 from framework.optim.several import Optimizers
 from framework.system.rank_log import warn
+from framework.tasks.lightning.begun import begun_training
 from framework.tasks.lightning.callbacks import Configured, callback_hooks, configured_callbacks
 from framework.tasks.lightning.data import overrides_method
 from framework.tasks.lightning.kept_state import KeptState
@@ -42,6 +43,7 @@ from framework.types import (
     EpochInfo,
     EvalInfo,
     FitInfo,
+    InitialTraining,
     Interval,
     Logger,
     LRSchedulerConfig,
@@ -184,7 +186,9 @@ class LightningTask:
         self._of_module = self._overridden
         self._overridden = self._of_module | self._callback_hooks.keys()
 
-        utilities = f"{base.__module__.removesuffix('.core.module')}.utilities"
+        # `lightning.pytorch`, or the older `pytorch_lightning`.
+        self.package = base.__module__.removesuffix(".core.module")
+        utilities = f"{self.package}.utilities"
         extract_batch_size = import_module(f"{utilities}.data").extract_batch_size
         self._detached = import_module(f"{utilities}.memory").recursive_detach
         self._log = Log(module, context, infer_batch_size=extract_batch_size)
@@ -391,6 +395,16 @@ class LightningTask:
             return model(*arguments)
         finally:
             vars(module).pop("forward", None)
+
+    # A training that Lightning has begun
+
+    def initial_training(self, content: Mapping[str, Any], *, source: Path) -> InitialTraining:
+        training = begun_training(content, source=source, trainer=self._trainer, is_manual=self._manual is not None)
+        self._trainer.current_epoch = training.epoch
+        if self._manual is not None:
+            self._trainer.global_step = content["global_step"]
+        self._kept.load_lightnings(content)
+        return training
 
     # What `configure_callbacks` asks for
 
@@ -599,6 +613,10 @@ class LightningTask:
             "batches": self._batches_trained,
             "log": self._log.state_dict(),
         }
+        optimizers = self._trainer.optimizers
+        if optimizers:
+            # By which `export.format=lightning` tells them apart.
+            state["optimizer_groups"] = [len(optimizer.param_groups) for optimizer in optimizers]
         if self._manual is not None:
             state["global_step"] = self._trainer.global_step
             state["gradients"] = self._manual.gradients()
