@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
+from numbers import Integral
 from typing import Any, final
 
 from framework.data.batching import BatchPlan, count_windows
@@ -38,7 +39,8 @@ class EpochSizes:
             return self.constant
         size: Any = self._length(epoch)
         again = self._length(epoch)
-        if not isinstance(size, int) or size < 1:
+        # NumPy's integers count as such.
+        if not isinstance(size, Integral) or size < 1:
             raise DataError(
                 f"{self._kind}.length({epoch}) returned {size!r}. It must return the samples of that epoch, 1 or more."
             )
@@ -47,7 +49,7 @@ class EpochSizes:
                 f"{self._kind}.length({epoch}) returned {size}, and {again} when it was called again. It must depend "
                 "on the epoch alone, since every process asks for itself."
             )
-        return size
+        return int(size)
 
 
 def takes_epoch(method: Callable[..., Any]) -> bool:

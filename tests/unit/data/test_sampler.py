@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain, product
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +17,7 @@ from framework.errors import ConfigError, DataError
 from framework.types import MicroIndices
 from tests.helpers.internals import (
     BatchPlan,
+    EpochSizes,
     GlobalOrder,
     StreamPlan,
     WindowIndices,
@@ -153,3 +155,17 @@ def test_seed_and_epoch_decide_the_permutation():
     generator = torch.Generator().manual_seed(mix_seeds(2, "order", 3))
     assert orders[2, 3] == tuple(torch.randperm(100, generator=generator).tolist())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class NumpyLength:
+    def length(self, epoch: int) -> Any:
+        return numpy.array([5, 7])[epoch]
+
+    def order(self, generator: torch.Generator, *, batch_size: int) -> torch.Tensor:
+        raise AssertionError("only its length is asked for")
+
+
+def test_a_length_may_be_an_integer_of_numpy() -> None:
+    sizes = EpochSizes(9, NumpyLength())
+    assert type(sizes.of(1)) is int
+    assert sizes.of(1) == 7
