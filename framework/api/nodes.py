@@ -91,7 +91,7 @@ class Nodes:
             # torch.float32 is written `torch.float32`.
             name = str(value)
         if name is not None:
-            return {"_target_": "hydra.utils.get_object", "path": name}
+            return {"_target_": "framework.config.targets.get_object", "path": name}
         return self._object(value, key=key)
 
     def pickled(self) -> bytes | None:

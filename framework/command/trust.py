@@ -190,6 +190,9 @@ def _what_runs_code(found: SavedRun) -> Iterator[str]:
             yield f"  module  {display_path(place)}"
 
 
+_GETTERS = ("framework.config.targets.get_object", "hydra.utils.")
+
+
 def _targets(raw: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the dotted names that a configuration has Python import, and the keys that have them."""
     targets: dict[str, list[str]] = {}
@@ -197,8 +200,8 @@ def _targets(raw: Mapping[str, Any]) -> dict[str, list[str]]:
         if not isinstance(node, Mapping) or "_target_" not in node:
             continue
         names = [str(node["_target_"])]
-        # Hydra's own functions import what `path` names.
-        if names[0].startswith("hydra.utils.") and isinstance(node.get("path"), str):
+        # These import what `path` names. Earlier runs have those of Hydra.
+        if names[0].startswith(_GETTERS) and isinstance(node.get("path"), str):
             names.append(node["path"])
         for name in names:
             targets.setdefault(name, []).append(key)

@@ -1,7 +1,7 @@
 """Every key the framework reads: its type, range and meaning, as frozen dataclasses.
 
 Hydra composes the YAML in `conf/`, and `framework.config.parse` turns it into these; nothing else reads a `DictConfig`.
-A user's own part (`_target_` and keywords) is a `Node`; only `framework.engine.builders` instantiates it.
+A user's own part (`_target_` and keywords) is a `Node`; `framework.config.instantiate` builds it.
 
 Types that the parser knows: `bool int float str`, `X | None`, `Literal`, `Duration`, `Texts`, `Node`,
 `dict[str, Node]`, `dict[str, str]`, dataclasses. `None` is written `null`, and also `auto` where `auto()` is used. A

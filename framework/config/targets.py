@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from framework.config import source
 from framework.config.objects import load_objects
@@ -24,8 +24,9 @@ from framework.config.schema import Config, Node
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import TargetError, TopologyError
 
-F = TypeVar("F")
-_SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
+NODE_KEYS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
+"""The keys of a node that aren't keywords of its target; see `framework.config.instantiate`."""
+_CONVERT = ("none", "partial", "object", "all")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -148,13 +149,6 @@ def check_devices(node: Node, number: int, signatures: Signatures | None = None)
         )
 
 
-def unwrap_partial(function: F) -> F:
-    """Return what is to be called in every step: a partial without Hydra's checks, which take 90 µs at each call."""
-    if not isinstance(function, partial):
-        return function
-    return partial(function.func, *function.args, **function.keywords)  # type: ignore[return-value]
-
-
 def requires(node: Node, keyword: str) -> bool:
     """Return True if the target requires the keyword and the node doesn't set it."""
     parameter = _parameters(import_target(node["_target_"])).get(keyword)
@@ -162,27 +156,33 @@ def requires(node: Node, keyword: str) -> bool:
 
 
 def import_target(name: str) -> Any:
-    """Return what a dotted name stands for. Raises TargetError with the nearest name if there is no such thing."""
-    target: Any = None
-    path = ""
-    for part in name.split("."):
-        parent = target
-        path = f"{path}.{part}".lstrip(".")
-        if hasattr(parent, part):
-            target = getattr(parent, part)
-            continue
-        try:
-            target = importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            # The module itself is missing, or its parent isn't a package.
-            if f"{path}.".startswith(f"{error.name}."):
-                raise TargetError(_no_such(path, within=parent)) from None
-            raise TargetError(
-                f"{path} can't be imported, because it imports {error.name}, which isn't installed."
-            ) from error
+    """Return the class or function with a dotted name. Raises TargetError with the nearest name if there is none."""
+    target = get_object(name)
     if not callable(target):
         raise TargetError(f"it is a {type(target).__name__} and can't be called. Name a class or function.")
     return target
+
+
+def get_object(path: str) -> Any:
+    """Return what a dotted name stands for. Raises TargetError with the nearest name if there is no such thing."""
+    found: Any = None
+    name = ""
+    for part in path.split("."):
+        parent = found
+        name = f"{name}.{part}".lstrip(".")
+        if hasattr(parent, part):
+            found = getattr(parent, part)
+            continue
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # The module itself is missing, or its parent isn't a package.
+            if f"{name}.".startswith(f"{error.name}."):
+                raise TargetError(_no_such(name, within=parent)) from None
+            raise TargetError(
+                f"{name} can't be imported, because it imports {error.name}, which isn't installed."
+            ) from error
+    return found
 
 
 def check_node(
@@ -208,7 +208,9 @@ def check_node(
         except TargetError as error:
             yield f"{key}._target_={target}: {error}"
             parameters = None
-        if parameters is not None:
+        wrong_keys = list(_node_key_mistakes(node, key))
+        yield from wrong_keys
+        if parameters is not None and not wrong_keys:
             mistakes = list(_check_keywords(node, key, parameters, positional=positional, supplied=supplied))
             if mistakes and signatures.confirms(target):
                 yield from mistakes
@@ -218,6 +220,17 @@ def check_node(
     elif isinstance(node, list):
         for number, item in enumerate(node):
             yield from check_node(item, f"{key}.{number}", signatures=signatures)
+
+
+def _node_key_mistakes(node: Node, key: str) -> Iterator[str]:
+    """Yield what is wrong with the keys of a node that aren't keywords of its target."""
+    for name in ("_partial_", "_recursive_"):
+        if not isinstance(node.get(name, False), bool):
+            yield f"{key}.{name}={node[name]}: must be true or false."
+    if node.get("_convert_", "all") not in _CONVERT:
+        yield f"{key}._convert_={node['_convert_']}: must be one of {', '.join(_CONVERT)}."
+    if not isinstance(node.get("_args_", []), list):
+        yield f"{key}._args_={node['_args_']}: must be a list, the arguments by position."
 
 
 def _check_keywords(
@@ -237,7 +250,7 @@ def _check_keywords(
     if len(by_position) < positional and inspect.Parameter.VAR_POSITIONAL not in kinds:
         yield f"{key}: {target} must take a first argument, which the framework passes. {takes}"
     for name, value in node.items():
-        if name in _SPECIAL:
+        if name in NODE_KEYS:
             continue
         if name in filled:
             yield f"{key}.{name} is filled in by the framework. Leave it out."

@@ -23,9 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
-
+from framework.config.instantiate import instantiate
 from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Mode, Node
 from framework.config.targets import check_node, import_target, takes
@@ -416,10 +414,10 @@ _EXAMPLES = {"sweep.sampler": "optuna.samplers.TPESampler", "sweep.pruner": "opt
 
 def _build(key: str, node: Node) -> Any:
     try:
-        return instantiate({"_convert_": "all", **node})
-    except InstantiationException as error:
-        reason = error.__cause__ or error
-        raise ConfigError(f"{key}: {node['_target_']} refuses its keywords: {reason}") from error
+        return instantiate(node, key=key)
+    # Classes of Optuna and of the user may raise anything.
+    except Exception as error:
+        raise ConfigError(f"{key}: {node['_target_']} refuses its keywords: {error}") from error
 
 
 def _is_installed() -> bool:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from framework.config.targets import unwrap_partial
 from framework.errors import ConfigError, DataError
 from framework.tasks.ignored_targets import IgnoredTargets, ignored_by
 from framework.tasks.metrics import MeanAbsoluteError, Metric
@@ -91,8 +90,8 @@ class Supervised:
                 f"task.loss: {_name_of(loss)} has reduction={reduction!r}. Use reduction='mean': the framework "
                 "weights every batch by its samples, and reduces over batches and processes itself."
             )
-        self.loss = unwrap_partial(loss)
-        self.metrics: dict[str, Any] = {name: unwrap_partial(metric) for name, metric in (metrics or {}).items()}
+        self.loss = loss
+        self.metrics: dict[str, Any] = dict(metrics or {})
         self.predictions = predictions
 
         self._ignored = ignored_by(self.loss)

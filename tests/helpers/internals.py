@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from framework.config import source as source_module
     from framework.config.apply_typed import apply_typed
     from framework.config.assets import config_dir
+    from framework.config.instantiate import bind, instantiate
     from framework.config.jobs import FUNCTION, JOBS
     from framework.config.keys import known_keys
     from framework.config.optimizers import optimizer_configs
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
         SourceSignatures,
         check_node,
         check_targets,
+        get_object,
         import_target,
         requires,
         takes,

@@ -169,3 +169,11 @@ class NeedsClosure(torch.optim.SGD):
         if closure is None:
             raise RuntimeError("this step needs a closure")
         return super().step(closure)
+
+
+class Called:
+    """What it was called with."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        self.args = args
+        self.keywords = keywords

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hydra.utils import instantiate
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from framework.config.instantiate import bind
 from framework.config.schema import Config, Node
-from framework.config.targets import import_target, unwrap_partial
+from framework.config.targets import import_target
 from framework.data.folds import apply_folds
 from framework.data.from_dataloader import unpack_dataloaders
 from framework.distributed.context import Context
@@ -76,10 +76,9 @@ def _is_dataset(value: Any) -> bool:
 def _build_collate_fn(node: Node) -> Collate:
     """Return the function that the node names, with the node's keywords bound; of a class, an object."""
     key = "data.collate_fn"
-    # Hydra must bind the keywords of a function, not call it: a loader calls it with samples.
+    # The loader calls a function with samples.
     if not isinstance(import_target(node["_target_"]), type):
-        bound: Collate = unwrap_partial(instantiate({"_convert_": "all", **node, "_partial_": True}))
-        return bound
+        return bind(node, key=key)
     built = build_object(key, node)
     if not callable(built):
         raise wrong_result(key, node, built, expected="an object that can be called with a list of samples")
