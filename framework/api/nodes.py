@@ -20,10 +20,9 @@ from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, final
 
-from hydra.core.override_parser.types import Quote, QuotedString
-
 from framework.config import objects
 from framework.config.objects import ObjectFactory
+from framework.config.overrides import quoted
 from framework.errors import ConfigError
 
 OBJECTS = objects.__name__
@@ -217,7 +216,7 @@ def override_value(value: Any) -> str:
         case bool():
             return str(value).lower()
         case str():
-            return QuotedString(value.replace("${", "\\${"), Quote.single).with_quotes()
+            return quoted(value.replace("${", "\\${"))
         case Mapping():
             items = [f"{name}: {override_value(item)}" for name, item in value.items()]
             return "{" + ", ".join(items) + "}"

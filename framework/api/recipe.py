@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from framework.api.nodes import BLANK, OBJECTS, importable_name, is_maker
 from framework.config.assets import config_dir, user_config_dir
+from framework.config.hydra_compose import OverridesParser
 from framework.config.mistakes import raise_mistakes
 from framework.config.nested import walk
 from framework.config.objects import ObjectFactory, load_objects

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from framework.command.hydra_compose import (
+from framework.command.job import check_request, load_job
+from framework.command.mistakes import explain, refuse_words
+from framework.command.models import KEY, typed_models
+from framework.command.request import JobResult, PythonCall, Request
+from framework.command.resume import BaseRun, find_base, is_trusted, names_a_run, own_outputs, typed_path
+from framework.command.words import is_of_sweeps, is_override
+from framework.config.assets import docs_dir, import_from_working_dir, user_config_dir
+from framework.config.hydra_compose import (
     MULTIRUN,
     Hydra,
     compose_config,
@@ -31,19 +38,13 @@ from framework.command.hydra_compose import (
     resolved,
     search_path,
     split_sweep,
+    value_of,
     with_override,
     without_swept,
 )
-from framework.command.job import check_request, load_job
-from framework.command.mistakes import explain, refuse_words
-from framework.command.models import KEY, typed_models
-from framework.command.request import JobResult, PythonCall, Request
-from framework.command.resume import BaseRun, find_base, is_trusted, names_a_run, own_outputs, typed_path
-from framework.command.words import is_of_sweeps, is_override
-from framework.config.assets import docs_dir, import_from_working_dir, user_config_dir
 from framework.config.parse import listed_values, normalize_override, parse
 from framework.config.renamed import present_override
-from framework.config.saved import key_of, merge_overrides, search_path_override, value_of
+from framework.config.saved import key_of, merge_overrides, search_path_override
 from framework.errors import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED,

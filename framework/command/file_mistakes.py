@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.default_element import GroupDefault
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from framework.command.hydra_compose import groups_of
+from framework.config.hydra_compose import GroupDefault, groups_of
 from framework.config.parse import PACKAGE_LINE
 from framework.config.suggest import did_you_mean, nearest
 from framework.config.values import show

@@ -14,18 +14,15 @@ from pathlib import PurePath
 from typing import Any, NoReturn
 
 import yaml
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.command.file_mistakes import file_mistake
-from framework.command.hydra_compose import compose_config, groups_of, resolved
 from framework.command.words import NOT_OF_FORM, Phrase, is_override, phrases
 from framework.config.hints import unknown_key_hint
+from framework.config.hydra_compose import ConfigLoader, Override, OverridesParser, compose_config, groups_of, resolved
 from framework.config.jobs import JOBS
 from framework.config.keys import is_section, known_keys, takes_node, takes_several
 from framework.config.mistakes import as_text, raise_mistakes

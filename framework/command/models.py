@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from framework.command.hydra_compose import split_sweep
-from framework.config.overrides import key_of, path_argument, value_of
+from framework.config.hydra_compose import split_sweep, value_of
+from framework.config.overrides import key_of, path_argument
 from framework.errors import ConfigError
 from framework.sweeps.find import find_sweep, is_sweep
 from framework.sweeps.folder import SweepFolder, SweepPlan

@@ -22,8 +22,9 @@ from framework.command.job import load_job
 from framework.command.trust import check_trust, why_not_owned
 from framework.config.apply_typed import apply_typed
 from framework.config.find_run import is_run, newest_unfinished
+from framework.config.hydra_compose import value_of
 from framework.config.other_names import value_advice
-from framework.config.overrides import key_of, merge_overrides, resume_argument, search_path_override, value_of
+from framework.config.overrides import key_of, merge_overrides, resume_argument, search_path_override
 from framework.config.renamed import present_overrides, removed_settings, without_removed
 from framework.config.saved import SavedRun, load_checkpoint, load_rerun, load_saved, objects_of
 from framework.config.secrets import masked_override, missing_secrets

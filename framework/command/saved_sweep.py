@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from framework.command.hydra_compose import is_swept
 from framework.command.trust import why_not_owned
+from framework.config.hydra_compose import is_swept
 from framework.config.overrides import key_of
 from framework.errors import ConfigError
 from framework.sweeps.find import find_sweep, newest_unfinished_sweep

@@ -18,7 +18,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from framework.checkpoint.layout import BEST
-from framework.command.hydra_compose import current_hydra, is_interval, is_swept
 from framework.command.job import load_job
 from framework.command.models import model_override
 from framework.command.request import JobResult, Request
@@ -30,6 +29,7 @@ from framework.command.sweep_results import ResultsFile, print_results
 from framework.command.trials import PRUNED, GridTrials, SearchTrials, Trials, needs_work
 from framework.command.words import is_of_sweeps
 from framework.command.worker import Worker
+from framework.config.hydra_compose import current_hydra, is_interval, is_swept
 from framework.config.parse import parse
 from framework.config.saved import (
     is_run,

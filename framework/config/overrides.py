@@ -60,18 +60,6 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def value_of(override: str) -> Any:
-    """Return the value of `key=value` as Hydra parses it, or unparsed if Hydra can't."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        return OverridesParser.create().parse_override(override).value()
-    except HydraException:
-        # A path with characters that Hydra would want quoted.
-        return override.partition("=")[2].strip("'\"")
-
-
 def dotted_key(override: str) -> str:
     """Return the key that an override sets, also if it chooses an option of a group such as `optimizer@x=sgd`."""
     return key_of(override).partition("@")[0].replace("/", ".")
@@ -99,10 +87,16 @@ def merge_overrides(saved: Sequence[str], typed: Sequence[str]) -> list[str]:
     return [*merged, *typed]
 
 
+def quoted(text: str) -> str:
+    """Return a text in quotes, as Hydra's overrides have it."""
+    # A backslash means itself, except before a quote, the closing one included.
+    escaped = re.sub(r"(\\+)(?='|\Z)", r"\1\1", text).replace("'", "\\'")
+    return f"'{escaped}'"
+
+
 def search_path_override(places: Sequence[str]) -> str:
     """Return the override that makes Hydra look for options in these places, too."""
-    quoted = [place.replace("\\", "\\\\").replace("'", "\\'") for place in places]
-    return "hydra.searchpath=[" + ",".join(f"'{place}'" for place in quoted) + "]"
+    return "hydra.searchpath=[" + ",".join(quoted(place) for place in places) + "]"
 
 
 def resume_argument(path: str | Path) -> str:
@@ -115,9 +109,7 @@ def path_argument(key: str, path: str | Path) -> str:
     value = str(path)
     # Anything but a plain path may mean something else to Hydra.
     if not re.fullmatch(r"[\w./-]*/[\w./-]*", value, flags=re.ASCII):
-        from hydra.core.override_parser.types import Quote, QuotedString
-
-        value = QuotedString(value, Quote.single).with_quotes()
+        value = quoted(value)
     return shlex.quote(f"{key}={value}")
 
 

@@ -18,7 +18,6 @@ from framework.config.overrides import (
     path_argument,
     resume_argument,
     search_path_override,
-    value_of,
 )
 from framework.config.renamed import without_removed
 from framework.config.secrets import Secrets, restored_config
@@ -43,7 +42,6 @@ __all__ = [
     "resume_argument",
     "save_config",
     "search_path_override",
-    "value_of",
     "with_secrets",
 ]
 

@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from framework.config.overrides import key_of, value_of
+from framework.config.hydra_compose import value_of
+from framework.config.overrides import key_of
 from framework.sweeps.differences import Block, Scores, told_apart
 from framework.sweeps.folder import decides_what_runs
 from framework.sweeps.results import TrialResult

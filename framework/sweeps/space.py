@@ -21,20 +21,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import (
+from hydra.errors import HydraException
+
+from framework.config.hydra_compose import (
     ChoiceSweep,
+    ConfigLoader,
     Glob,
     IntervalSweep,
     Override,
-    Quote,
+    OverridesParser,
     QuotedString,
     RangeSweep,
+    with_cast_ends,
 )
-from hydra.errors import HydraException
-
 from framework.config.mistakes import raise_mistakes
+from framework.config.overrides import quoted
 from framework.config.secrets import masked_override
 
 # Values of a range that isn't one of whole numbers. Hydra adds its step up, value by value.
@@ -209,13 +210,13 @@ def _dimension(override: Override) -> Dimension:
     log = _LOG in sweep.tags
     if isinstance(sweep, ChoiceSweep):
         return _choice(sweep, key, log=log)
-    # Hydra forgets the tags of a range that is cast.
+    # Hydra 1.3 forgets the tags of a range that is cast.
     if "tag(" in str(override.input_line) and not log:
         raise ValueError("Hydra drops a tag inside of a cast. Put it outside, as tag(log,int(…)).")
     if isinstance(sweep, IntervalSweep):
         return _interval(sweep, log=log)
     assert isinstance(sweep, RangeSweep)
-    return _range(sweep, key, log=log)
+    return _range(with_cast_ends(sweep), key, log=log)
 
 
 def _glob(override: Override, key: str) -> Choice:
@@ -328,7 +329,7 @@ def _string_text(value: str) -> str:
         is_plain = OverridesParser.create().parse_override(f"key=[{value}]").value() == [value]
     except HydraException:
         is_plain = False
-    return value if is_plain else QuotedString(value, Quote.single).with_quotes()
+    return value if is_plain else quoted(value)
 
 
 def _name_text(name: Any) -> str:

@@ -22,7 +22,7 @@ import framework
 from framework import ConfigError, DataError, Datasets, RequestError, Run, RunFailedError
 from tests.features.api_cases import Net, datasets, loaders, samples, smoothed
 from tests.helpers import results
-from tests.helpers.internals import ForkServer, call_module
+from tests.helpers.internals import VERSION_BASE, ForkServer, call_module
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 Call = Callable[..., Run]
@@ -274,7 +274,7 @@ def test_a_hydra_application_keeps_its_state(call_train: Call) -> None:
     folder.mkdir()
     (folder / "app.yaml").write_text("number: 1\n")
     state = random.getstate()
-    with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
+    with initialize_config_dir(str(folder.resolve()), **VERSION_BASE):
         run = call_train("toy", trainer={"max_steps": 2})
         assert compose("app").number == 1
     assert run.status == "finished"

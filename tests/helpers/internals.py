@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from framework.command import trust as trust_module
     from framework.command.check_trials import check_trials
     from framework.command.equivalents import commands, environment
-    from framework.command.hydra_compose import compose_config, current_hydra, hydra_for, resolved
     from framework.command.job import check_request
     from framework.command.launcher import Placement, place
     from framework.command.messages import interrupted_message, start_message, training_summary, unused_variables
@@ -48,12 +47,20 @@ if TYPE_CHECKING:
     from framework.config import source as source_module
     from framework.config.apply_typed import apply_typed
     from framework.config.assets import config_dir
+    from framework.config.hydra_compose import (
+        VERSION_BASE,
+        compose_config,
+        current_hydra,
+        hydra_for,
+        resolved,
+        value_of,
+    )
     from framework.config.instantiate import bind, instantiate
     from framework.config.jobs import FUNCTION, JOBS
     from framework.config.keys import known_keys
     from framework.config.optimizers import optimizer_configs
     from framework.config.other_names import ADVICE
-    from framework.config.overrides import merge_overrides, normalize_override, resume_argument, value_of
+    from framework.config.overrides import merge_overrides, normalize_override, quoted, resume_argument
     from framework.config.parse import parse
     from framework.config.renamed import present_overrides, without_removed
     from framework.config.saved import SavedRun, load_saved, save_config

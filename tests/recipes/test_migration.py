@@ -38,10 +38,11 @@ ckpt_path: null
 import sys
 from pathlib import Path
 import lightning, torch
-from hydra import compose, initialize_config_dir
+from hydra import __version__, compose, initialize_config_dir
 from hydra.utils import instantiate
 
-with initialize_config_dir(version_base="1.3", config_dir=str(Path("configs").absolute())):
+base = {"version_base": "1.3"} if __version__.startswith("1.3.") else {}
+with initialize_config_dir(config_dir=str(Path("configs").absolute()), **base):
     config = compose("train", sys.argv[1:])
 lightning.seed_everything(config.seed)
 datamodule, model = instantiate(config.data), instantiate(config.model)

@@ -70,6 +70,15 @@ def names_a_recipe(module: Module) -> Iterator[str]:
             yield f"{module.name}:{line} names {text!r}"
 
 
+def beyond_hydras_public_names(module: Module) -> Iterator[str]:
+    """Yield the imports of Hydra's private modules, and of those for its plugins, which change with its versions."""
+    if module.name == "framework.config.hydra_compose":
+        return
+    for entry in imports(module):
+        if f"{entry.module}.".startswith(("hydra._internal.", "hydra.core.")) or entry.module == "hydra":
+            yield f"{module.name}:{entry.line} imports {entry.module}. Take it from framework.config.hydra_compose."
+
+
 def beyond_the_public_names(module: Module) -> Iterator[str]:
     for entry in imports(module):
         if entry.module.split(".")[0] != "framework":
@@ -118,6 +127,11 @@ def test_the_framework_names_no_recipe() -> None:
         assert list(names_a_recipe(module)) == []
 
 
+def test_one_module_uses_hydras_private_parts() -> None:
+    for module in FRAMEWORK.values():
+        assert list(beyond_hydras_public_names(module)) == []
+
+
 def test_recipes_use_public_names_only() -> None:
     for module in RECIPES.values():
         assert list(beyond_the_public_names(module)) == []
@@ -161,6 +175,9 @@ def test_the_rules_see_what_breaks_them() -> None:
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
     for text in ("import recipes.toy", "x = name == 'digits'", "x = 'recipes.toy.Net'"):
         assert list(names_a_recipe(Module("framework.engine", text)))
+    for text in ("from hydra._internal import utils", "import hydra.core.plugins", "from hydra import compose"):
+        assert len(list(beyond_hydras_public_names(Module("framework.command.sweep", text)))) == 1
+    assert list(beyond_hydras_public_names(Module("framework.command.sweep", "from hydra.types import RunMode"))) == []
     for text in ("import framework.data", "from framework.types import Task", "import framework"):
         assert len(list(beyond_the_public_names(Module("recipes.mine", text)))) == 1
     for text in (

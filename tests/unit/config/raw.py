@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from tests.helpers.internals import config_dir
+from tests.helpers.internals import VERSION_BASE, config_dir
 
 _SOME: dict[str, Any] = {
     "recipe": "some",
@@ -63,7 +63,7 @@ def _sets_a_key(override: str) -> bool:
 
 @cache
 def _options(overrides: tuple[str, ...]) -> DictConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+    with initialize_config_dir(str(config_dir()), **VERSION_BASE):
         return compose("config", overrides=list(overrides), return_hydra_config=True)
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
+from hypothesis import given
+from hypothesis import strategies as st
 
 from framework.errors import ConfigError
 from tests.helpers.internals import (
@@ -16,6 +19,7 @@ from tests.helpers.internals import (
     create_run_dir,
     load_saved,
     merge_overrides,
+    quoted,
     resume_argument,
     save_config,
     value_of,
@@ -47,6 +51,13 @@ def test_a_saved_configuration_is_loaded_as_it_was(run_dir: RunDir, monkeypatch:
     saved = load_saved(run_dir.path)
     assert (saved.raw, saved.overrides, saved.run_dir) == (raw, ("recipe=some",), run_dir)
     assert yaml.safe_load(run_dir.config_file.read_text()) == raw
+
+
+@given(text=st.text(alphabet="a \\'\",=[]{}()#$%é", max_size=8))
+def test_a_quoted_text_is_read_as_it_was(text: str) -> None:
+    assert value_of(f"path={quoted(text)}") == text
+    assert value_of(f"path=[a,{quoted(text)}]") == ["a", text]
+    assert quoted(text) == QuotedString(text, Quote.single).with_quotes()
 
 
 def test_a_path_into_the_checkpoints_names_the_run(run_dir: RunDir) -> None:

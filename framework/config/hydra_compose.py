@@ -1,7 +1,7 @@
-"""What the command uses of Hydra: its flags, composing, applying an override, splitting a sweep.
+"""What the framework uses of Hydra: its flags, composing, its grammar, applying an override, splitting a sweep.
 
-Hydra offers its flags, its loader of files, its splitting of sweeps and its application of overrides only in private
-modules. They are imported here and nowhere else; Hydra's version is pinned.
+Hydra offers most of this only in private modules (`hydra._internal`) and in those for its plugins (`hydra.core`). They
+are imported here and nowhere else. Hydra 1.3 and 1.4 are supported; a comment says where they differ.
 """
 
 from __future__ import annotations
@@ -17,19 +17,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from hydra import __version__ as hydra_version
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra as Hydra
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_loader import ConfigLoader as ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.default_element import GroupDefault as GroupDefault
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.overrides_parser import OverridesParser as OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep as ChoiceSweep
+from hydra.core.override_parser.types import Glob as Glob
+from hydra.core.override_parser.types import IntervalSweep as IntervalSweep
+from hydra.core.override_parser.types import Override as Override
+from hydra.core.override_parser.types import QuotedString as QuotedString
+from hydra.core.override_parser.types import RangeSweep as RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
@@ -45,6 +53,11 @@ from framework.errors import ConfigError
 
 # The override that makes a command a sweep, as -m does.
 MULTIRUN = "hydra.mode=MULTIRUN"
+
+VERSION_BASE: dict[str, str] = {}
+"""Keywords of `initialize_config_dir`: 1.3 needs the version whose defaults it has, and 1.4 warns of the keyword."""
+if hydra_version.startswith("1.3."):
+    VERSION_BASE["version_base"] = "1.3"
 
 _HYDRA = threading.Lock()
 
@@ -73,7 +86,7 @@ def hydra_for(config_path: str | None) -> Iterator[None]:
         config = HydraConfig.instance().cfg
         GlobalHydra.instance().clear()
         try:
-            with initialize_config_dir(str(folder), job_name="framework", version_base="1.3"):
+            with initialize_config_dir(str(folder), job_name="framework", **VERSION_BASE):
                 loader = current_hydra().config_loader
                 current_hydra().config_loader = _ConfigLoader(loader.get_search_path())
                 yield
@@ -112,18 +125,13 @@ class _ConfigLoader(ConfigLoaderImpl):
         self._composed: dict[_Options, bytes] = {}
 
     def _load_configuration_impl(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool = True,
-        validate_sweep_overrides: bool = True,
+        self, config_name: str | None, overrides: list[str], run_mode: RunMode, **settings: Any
     ) -> DictConfig:
         self.ensure_main_config_source_available()
         parsed, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
         values = []
         options = []
-        for text, override in zip(overrides, parsed, strict=True):
+        for override, text in zip(parsed, overrides, strict=True):
             if _chooses_no_file(override, repository):
                 values.append(override)
             else:
@@ -132,34 +140,40 @@ class _ConfigLoader(ConfigLoaderImpl):
         has_ranges = any(override.is_sweep_override() for override in parsed)
         if self._is_first or has_ranges:
             self._is_first = False
-            return super()._load_configuration_impl(
-                config_name, overrides, run_mode, from_shell, validate_sweep_overrides
-            )
+            return super()._load_configuration_impl(config_name, overrides, run_mode, **settings)
 
         key = (config_name, run_mode, tuple(options))
         if key not in self._composed:
-            composed = super()._load_configuration_impl(
-                config_name, options, run_mode, from_shell, validate_sweep_overrides
-            )
+            # Those that 1.4 has parsed before this call have the values, too.
+            settings.pop("parsed_overrides", None)
+            composed = super()._load_configuration_impl(config_name, options, run_mode, **settings)
             self._composed[key] = pickle.dumps(composed)
         config: DictConfig = pickle.loads(self._composed[key])
         self._apply_overrides_to_config(values, config)
         _note_overrides(config, parsed)
         return config
 
-    def _parse_overrides_and_create_caching_repo(
-        self, config_name: str | None, overrides: list[str]
-    ) -> tuple[list[Override], CachingConfigRepository]:
-        unknown = [text for text in overrides if text not in self._parsed]
-        parsed = OverridesParser.create().parse_overrides(unknown)
-        self._parsed.update(zip(unknown, parsed, strict=True))
+    def parse_overrides(self, config_name: str | None, overrides: list[str], alias_start: int = 0) -> list[Override]:
+        """Return the parsed overrides. 1.4 calls it, to replace the aliases that a primary file may define."""
+        parser = OverridesParser.create()
+        for text in overrides:
+            if text not in self._parsed:
+                (self._parsed[text],) = parser.parse_overrides([text])
+        return [self._parsed[text] for text in overrides]
 
-        places = [text for text in overrides if self._parsed[text].get_key_element() == "hydra.searchpath"]
+    def _parse_overrides_and_create_caching_repo(
+        self, config_name: str | None, overrides: list[str], parsed_overrides: list[Override] | None = None
+    ) -> tuple[list[Override], CachingConfigRepository]:
+        parsed = self.parse_overrides(config_name, overrides)
+        places = []
+        for override, text in zip(parsed, overrides, strict=True):
+            if override.get_key_element() == "hydra.searchpath":
+                places.append(text)
         key = (config_name, tuple(places))
         if key not in self._repositories:
             _, repository = super()._parse_overrides_and_create_caching_repo(config_name, places)
             self._repositories[key] = repository
-        return [self._parsed[text] for text in overrides], self._repositories[key]
+        return parsed, self._repositories[key]
 
     def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
         loaded = super()._load_single_config(default, repo)
@@ -187,10 +201,11 @@ def _note_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
     others = [override for override in overrides if not override.is_hydra_override()]
     settings.overrides.hydra = [override.input_line for override in of_hydra]
     settings.overrides.task = [override.input_line for override in others]
-    form = settings.job.config.override_dirname
-    settings.job.override_dirname = get_overrides_dirname(
-        others, exclude_keys=form.exclude_keys, item_sep=form.item_sep, kv_sep=form.kv_sep
-    )
+    # In 1.4 it is an interpolation.
+    if not OmegaConf.is_interpolation(settings.job, "override_dirname"):
+        form = settings.job.config.override_dirname
+        texts = [override.input_line for override in others if override.key_or_group not in form.exclude_keys]
+        settings.job.override_dirname = form.item_sep.join(sorted(texts)).replace("=", form.kv_sep)
 
 
 # The command line
@@ -223,6 +238,15 @@ def parse_flags(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Names
     return flags, [text for text in arguments if text in others]
 
 
+def value_of(override: str) -> Any:
+    """Return the value of `key=value` as Hydra parses it, or unparsed if Hydra can't."""
+    try:
+        return OverridesParser.create().parse_override(override).value()
+    except HydraException:
+        # A path with characters that Hydra would want quoted.
+        return override.partition("=")[2].strip("'\"")
+
+
 def without_swept(overrides: Sequence[str], hydra: Hydra) -> list[str]:
     """Return the overrides that have one value."""
     parsed = OverridesParser.create(hydra.config_loader).parse_overrides(list(overrides))
@@ -234,6 +258,13 @@ def is_swept(override: str) -> bool:
     # `recipe=glob(*)` looks its options up.
     parsed = OverridesParser.create(current_hydra().config_loader).parse_override(override)
     return bool(parsed.is_sweep_override())
+
+
+def with_cast_ends(sweep: RangeSweep) -> RangeSweep:
+    """Return a range whose ends and step are cast, as `float(range(1,3))` has it in 1.3; in 1.4 each number is cast."""
+    for cast in getattr(sweep, "transformers", ()):
+        sweep = RangeSweep(start=cast(sweep.start), stop=cast(sweep.stop), step=cast(sweep.step), tags=sweep.tags)
+    return sweep
 
 
 def is_interval(override: str) -> bool:
