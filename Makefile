@@ -16,15 +16,22 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PARALLEL := --numprocesses=3 --dist=worksteal
 
+# The coming versions of what is supported, beside $(VENV), and the tests that they concern.
+NEXT := .next
+NEXT_PACKAGES := hydra-core==1.4.0rc3 omegaconf==2.4.1rc1
+NEXT_TESTS := tests/unit/config tests/unit/sweeps tests/unit/test_composing.py tests/unit/test_cli.py \
+  tests/unit/test_answers.py tests/unit/test_build.py tests/features/test_search_path.py
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test test-all gpu gpu-test gpu-wheels lint check format wheel pictures clean
+.PHONY: help install train test test-all test-next gpu gpu-test gpu-wheels lint check format wheel pictures clean
 
 help:
 	@echo "make install   make $(VENV) and install the project and its tools in it"
 	@echo "make train     train the default recipe; ARGS=\"recipe=toy trainer.gpus=0\" passes overrides"
 	@echo "make test      run the tests, in twelve minutes on two cores; ARGS=\"tests/unit\" passes arguments to pytest"
 	@echo "make test-all  run all of them, with the further variants and slow ones that make test leaves out"
+	@echo "make test-next run the tests of the configuration with Hydra's next version, in three minutes on two cores"
 	@echo "make gpu       test and benchmark on a GPU in twenty minutes; the report is benchmarks/GPU.md"
 	@echo "make gpu-test  run tests/gpu alone, with $(VENV)"
 	@echo "make gpu-wheels  download what make gpu needs without a network; PYTHON_VERSION=3.12 HAVE=pip-list.txt"
@@ -33,7 +40,7 @@ help:
 	@echo "make format    format the code and fix what ruff can fix"
 	@echo "make wheel     build dist/*.whl and dist/*.tar.gz"
 	@echo "make pictures  make the pictures of README and docs again; needs chromium"
-	@echo "make clean     remove $(VENV), dist and caches; outputs stay"
+	@echo "make clean     remove $(VENV), $(NEXT), dist and caches; outputs stay"
 
 install: $(STAMP)
 
@@ -62,6 +69,14 @@ test: install
 
 test-all: install
 	"$(BIN)/python" -m pytest $(PARALLEL) --exhaustive $(ARGS)
+
+$(NEXT)/.installed: Makefile $(STAMP)
+	rm -rf "$(NEXT)"
+	"$(BIN)/python" -m pip install --disable-pip-version-check --quiet --no-deps --target "$(NEXT)" $(NEXT_PACKAGES)
+	@touch "$@"
+
+test-next: install $(NEXT)/.installed
+	PYTHONPATH="$(CURDIR)/$(NEXT)" "$(BIN)/python" -m pytest $(PARALLEL) $(or $(ARGS),$(NEXT_TESTS))
 
 # PYTHON is an interpreter that has torch; other packages that it lacks come from WHEELS.
 gpu:
@@ -93,5 +108,5 @@ pictures: install
 	"$(BIN)/python" -m docs.pictures
 
 clean:
-	rm -rf "$(VENV)" build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf "$(VENV)" "$(NEXT)" build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path "./$(VENV)" -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +

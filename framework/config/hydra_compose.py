@@ -124,7 +124,8 @@ class _ConfigLoader(ConfigLoaderImpl):
         # What files make, without values. As bytes it takes a twentieth of the memory, and a copy a third of the time.
         self._composed: dict[_Options, bytes] = {}
 
-    def _load_configuration_impl(
+    # 1.4 passes further settings by name.
+    def _load_configuration_impl(  # type: ignore[override]
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, **settings: Any
     ) -> DictConfig:
         self.ensure_main_config_source_available()
@@ -204,7 +205,7 @@ def _note_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
     # In 1.4 it is an interpolation.
     if not OmegaConf.is_interpolation(settings.job, "override_dirname"):
         form = settings.job.config.override_dirname
-        texts = [override.input_line for override in others if override.key_or_group not in form.exclude_keys]
+        texts = [str(override.input_line) for override in others if override.key_or_group not in form.exclude_keys]
         settings.job.override_dirname = form.item_sep.join(sorted(texts)).replace("=", form.kv_sep)
 
 
