@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import signal
+import tempfile
 import sys
 import threading
 import time
@@ -27,7 +28,8 @@ from framework.distributed.store import COUNTED_GROUP
 from framework.errors import LaunchError
 
 # Makes a rank write the Python stacks of its threads. Libraries and schedulers don't use this signal.
-STACKS_SIGNAL: int = signal.SIGRTMIN + 8
+# Without real-time signals (macOS), one that hardly any program uses, and that is ignored by default.
+STACKS_SIGNAL: int = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGURG
 # How faulthandler begins when a signal ends the process.
 CRASH = "Fatal Python error: "
 HEARTBEAT_S = 0.5
@@ -120,7 +122,7 @@ class RankStatus:
         The memory is freed when no process holds it. A child that inherits `fd` can make a RankStatus of it.
         """
         if fd is None:
-            fd = os.memfd_create("framework_rank_status")
+            fd = _new_memory()
             _extend(fd, _STACKS_AT)
             # faulthandler writes at the file's position.
             os.lseek(fd, _STACKS_AT, os.SEEK_SET)
@@ -328,6 +330,14 @@ def _shortened(value: Any) -> Any:
         return value
     half = _MAX_CHARS // 2
     return f"{value[:half]}\n[…]\n{value[len(value) - half :]}"
+
+
+def _new_memory() -> int:
+    """Return a file descriptor of memory that has no path; without memfd_create (macOS), of an unlinked file."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("framework_rank_status")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _extend(fd: int, size_bytes: int) -> None:
