@@ -274,7 +274,8 @@ class _Command:
         flags.overrides = overrides
         if flags.help:
             hydra.app_help(name, self._parser, flags)
-            print(f"Documentation: {docs_dir()} (own_code.md: write your own; recipes.md: examples)")
+            pages = "AGENTS.md: one page; own_code.md: write your own; recipes.md: examples"
+            print(f"Documentation: {docs_dir()} ({pages})")
         elif flags.hydra_help:
             hydra.hydra_help(name, self._parser, flags)
         elif flags.multirun and (flags.cfg or flags.info):

@@ -13,8 +13,8 @@ import json
 import mmap
 import os
 import signal
-import tempfile
 import sys
+import tempfile
 import threading
 import time
 import weakref

@@ -82,7 +82,7 @@ def _remove_linux() -> None:
             if hasattr(module, name):
                 delattr(module, name)
 
-    builtins.open = io.open = _without_proc(io.open)  # type: ignore[assignment]
+    builtins.open = io.open = _without_proc(io.open)
     for name in ("open", "stat", "readlink", "listdir"):
         setattr(os, name, _without_proc(getattr(os, name)))
 
