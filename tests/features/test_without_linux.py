@@ -31,7 +31,7 @@ def test_a_run_trains_saves_and_resumes_without_linux(tmp_path: Path) -> None:
     whole.mkdir()
     run_without_linux(*RUN, "trainer.max_steps=10", cwd=stopped)
     resumed = run_without_linux(f"resume={only_run(stopped)}", "trainer.max_steps=20", cwd=stopped)
-    assert "Resuming after step 10" in resumed
+    assert "Resuming toy" in resumed
 
     assert run_framework(*RUN, "trainer.max_steps=20", cwd=whole).returncode == 0
     results.assert_same(results.weights(only_run(stopped)), results.weights(only_run(whole)))

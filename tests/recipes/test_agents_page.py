@@ -28,7 +28,7 @@ def test_the_page_leads_from_an_empty_folder_to_a_tuned_recipe(tmp_path: Path) -
         assert status == 0, started.stderr()
         started.assert_all_gone()
 
-    assert 3_000 in [results.saved_steps(run)[-1] for run in (tmp_path / "outputs/iris").iterdir()]
+    assert [3_000] in [results.saved_steps(run)[-1:] for run in (tmp_path / "outputs/iris").iterdir()]
     grid, search = sorted((tmp_path / "outputs/multirun").iterdir())
     assert len((grid / "results.csv").read_text().splitlines()) == 1 + 6
     assert len((search / "results.csv").read_text().splitlines()) == 1 + 4
