@@ -57,10 +57,10 @@ def documents() -> list[Path]:
 def commands(text: str, *, place: str) -> Iterator[Command]:
     """Every `python -m framework …`, `torchrun … -m framework …`, `make train ARGS=…`, in blocks and in running text.
 
-    A comment, or two spaces, ends the command. Blocks marked as `text` show what a run prints and aren't looked at.
+    A comment, two spaces or `&` end the command. Blocks marked as `text` show what a run prints and aren't looked at.
     """
     for match in _COMMAND.finditer(re.sub(r"\s*\\\n\s*", " ", _OUTPUT.sub("", text))):
-        line = re.split(r"\s{2,}|\s#", match[0])[0]
+        line = re.split(r"\s{2,}|\s#|\s&", match[0])[0]
         words = shlex.split(line)
         if words[0] == "make":
             yield Command(shlex.split(words[2].removeprefix("ARGS=")), line, place)
