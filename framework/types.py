@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from framework import media
@@ -127,6 +128,10 @@ class Datasets:
 # Steps
 
 
+# Not a dict: what a task adds to that would be in all its later outputs, those of training too.
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
 class StepOutput(NamedTuple):
     """What a task computes from one batch."""
 
@@ -136,14 +141,14 @@ class StepOutput(NamedTuple):
     # 0: it has no samples, as when a collate function has dropped all, and the loss doesn't count.
     num_samples: int
     # Name → (sum over samples, count), the same names for every batch; tensors may stay on the device.
-    metrics: Mapping[str, SumCount] = {}
+    metrics: Mapping[str, SumCount] = _NONE
     # What the mean is over, if not samples: the number of tokens that count, or the sum of sample weights; one element,
     # for every batch or for none. Gradients and logged losses are then of the mean over the global batch. It replaces
     # `num_samples` as the weight. `num_samples` may be 0 only if it is 0, too.
     weight: Tensor | float | None = None
     # In evaluations: name → arguments of `update` of that object in the task's attribute `metrics`, a StatefulMetric or
     # one of torchmetrics.
-    updates: Mapping[str, tuple[Any, ...]] = {}
+    updates: Mapping[str, tuple[Any, ...]] = _NONE
     # A function that returns name → Media, logged as `train/NAME` and `val/NAME`. Called on rank 0 only, for the first
     # micro-batch of a logged training step (after the optimizer's step) and for the first batch of an evaluation. It
     # must not use collectives. Not called under `strategy=pipeline`, where rank 0 has no output.

@@ -208,7 +208,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    # Is given the optimizer, and `total_steps` if it takes that keyword and the node doesn't set it.
+    # Is given the optimizer, and the length as `total_steps` or `num_training_steps` if it takes one of these and the
+    # node doesn't set it.
     schedule: Node | None
     # The length of the schedule, counted in `interval`s. null: the length of the run.
     total_steps: int | None = bounded(at_least=1, default=None)

@@ -30,6 +30,9 @@ _CONVERT = ("none", "partial", "object", "all")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
+SCHEDULE_LENGTHS = ("total_steps", "num_training_steps")
+"""What schedules call the length of a run: torch's, and those of transformers."""
+
 _NUMERIC_WORDS = {"int", "float", "None", "NoneType", "Optional", "Union", "Tensor", "torch"}
 """The words of annotations that allow numbers but no strings."""
 
@@ -104,7 +107,7 @@ def target_mistakes(config: Config, signatures: Signatures) -> Iterator[str]:
     for name, node in config.callbacks.items():
         yield from check(node, f"callbacks.{name}", supplied=("context", "run_dir"))
     for key, schedule in schedules(config):
-        yield from check(schedule, key, positional=1, supplied=("total_steps",))
+        yield from check(schedule, key, positional=1, supplied=SCHEDULE_LENGTHS)
 
 
 def _peft_mistakes(node: Node | None, signatures: Signatures) -> Iterator[str]:

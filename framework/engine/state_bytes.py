@@ -138,6 +138,10 @@ def optimizer_state_bytes(make: Callable[[list[nn.Parameter]], Optimizer], param
     # Training must draw the same numbers afterwards.
     with torch.random.fork_rng(devices=[]):
         optimizer = make(list(probes.values()))
+        for group in optimizer.param_groups:
+            # Those of the model itself, if the target has made the groups from that.
+            kinds = dict.fromkeys(_kind(parameter) for parameter in group["params"])
+            group["params"] = [probes[kind] for kind in kinds if kind in probes]
         for probe in probes.values():
             probe.grad = torch.zeros_like(probe)
         optimizer.step()

@@ -26,12 +26,16 @@ def rank_log(path: Path, *, place: str) -> Iterator[None]:
     handler = _Handler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = logger.level
+    propagates = logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    # Otherwise a library or recipe that calls `logging.basicConfig` would show all of it on the terminal, too.
+    logger.propagate = False
     try:
         logger.info("pid %d, %s", os.getpid(), place)
         yield
     finally:
+        logger.propagate = propagates
         logger.setLevel(level)
         logger.removeHandler(handler)
         with suppress(OSError):

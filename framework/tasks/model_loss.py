@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import DataError
+from framework.tasks.metric_set import MetricSet
+from framework.tasks.metrics import Metric
 from framework.tasks.supervised import describe
-from framework.types import Batch, StepOutput, SumCount
+from framework.types import Batch, StatefulMetric, StepOutput
 
 # The label that transformers gives to what has no target: padding, a prompt.
 _IGNORED = -100
@@ -28,13 +31,23 @@ class ModelLoss:
     mean over samples. Validation computes the accuracy, if the scores of classes are the output's `logits`.
 
     Raises DataError if the batch has another form, or the model gives no loss for it.
+
+    Args:
+        metrics: Name → metric, computed in validation from the `logits` and the `labels`, as by `Supervised`: scores of
+            classes have the shape (samples, classes, ...), and labels that are -100 don't count. A metric with `update`
+            gets the whole batch, too, if `update` has a parameter `input`.
     """
 
+    def __init__(self, metrics: Mapping[str, Metric | StatefulMetric] | None = None) -> None:
+        self._metric_set = MetricSet(metrics)
+        self._metric_set.leave_out(_IGNORED, of_numbers=False)
+        self.metrics = self._metric_set.by_name
+
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
-        return _step(model, batch, has_metrics=False)
+        return _step(model, batch, metrics=None)
 
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput:
-        return _step(model, batch, has_metrics=True)
+        return _step(model, batch, metrics=self._metric_set)
 
     def predict_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return the output's `logits`, and `start_logits` and the like of models that have those."""
@@ -42,7 +55,8 @@ class ModelLoss:
         return {name: value for name, value in output.items() if name.endswith("logits") and isinstance(value, Tensor)}
 
 
-def _step(model: nn.Module, batch: Batch, *, has_metrics: bool) -> StepOutput:
+def _step(model: nn.Module, batch: Batch, *, metrics: MetricSet | None) -> StepOutput:
+    """metrics: those of an evaluation, which also computes the accuracy; None in training."""
     output = _output(model, batch)
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
@@ -60,7 +74,12 @@ def _step(model: nn.Module, batch: Batch, *, has_metrics: bool) -> StepOutput:
     labels: Any = batch.get("labels")
     logits: Any = getattr(output, "logits", None)
     if not _are_classes(labels, logits):
-        return StepOutput(loss, num_samples)
+        if metrics is None or not metrics.by_name:
+            return StepOutput(loss, num_samples)
+        output_and_labels = _numbers(logits, labels)
+        sums = metrics.sums_of(*output_and_labels)
+        updates = metrics.updates(*output_and_labels, batch, probabilities=None)
+        return StepOutput(loss, num_samples, sums, updates=updates)
     if labels.ndim > 1 and _shifts_labels(model):
         logits = logits[:, :-1]
         labels = labels[:, 1:]
@@ -68,12 +87,28 @@ def _step(model: nn.Module, batch: Batch, *, has_metrics: bool) -> StepOutput:
     labels = labels.to(logits.device)
     counted = labels != _IGNORED
     weight = counted.sum()
-    metrics: dict[str, SumCount] = {}
-    if has_metrics:
-        is_correct = (logits.argmax(dim=-1) == labels) & counted
-        metrics["accuracy"] = (is_correct.sum(), weight)
     # The mean over no label is NaN.
-    return StepOutput(torch.where(weight > 0, loss, 0.0), num_samples, metrics, weight=weight)
+    loss = torch.where(weight > 0, loss, 0.0)
+    if metrics is None:
+        return StepOutput(loss, num_samples, weight=weight)
+    is_correct = (logits.argmax(dim=-1) == labels) & counted
+    scores = logits.movedim(-1, 1)
+    sums = {"accuracy": (is_correct.sum(), weight), **metrics.sums_of(scores, labels)}
+    updates = metrics.updates(scores, labels, batch, probabilities=partial(torch.softmax, dim=1))
+    return StepOutput(loss, num_samples, sums, weight=weight, updates=updates)
+
+
+def _numbers(logits: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Return the model's numbers and their targets in one shape. Raises DataError if they have none."""
+    if isinstance(labels, Tensor) and isinstance(logits, Tensor):
+        if logits.shape == (*labels.shape, 1):
+            logits = logits.squeeze(-1)
+        if logits.shape == labels.shape:
+            return logits, labels.to(logits.device)
+    raise DataError(
+        "task.metrics compare the `logits` of the model's output with the `labels` of the batch, and these are "
+        f"{describe(logits)} and {describe(labels)}.\nLeave out task.metrics, or write a task of your own."
+    )
 
 
 def _output(model: nn.Module, batch: Batch) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from inspect import signature
 from typing import Any, final
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from framework.errors import ConfigError, DataError
-from framework.tasks.ignored_targets import IgnoredTargets, ignored_by
-from framework.tasks.metrics import MeanAbsoluteError, Metric
+from framework.tasks.ignored_targets import ignored_by
+from framework.tasks.metric_set import MetricSet, check_is_built
+from framework.tasks.metrics import Metric
 from framework.types import Batch, StatefulMetric, StepOutput
 
 # These losses broadcast: the first four with a warning, the others silently.
@@ -78,9 +78,7 @@ class Supervised:
         train_metrics: bool = False,
         predictions: Callable[[Any], Mapping[str, Tensor]] | None = None,
     ) -> None:
-        _check_is_built("loss", loss)
-        for name, metric in (metrics or {}).items():
-            _check_is_built(f"metrics.{name}", metric)
+        check_is_built("loss", loss)
         reduction = getattr(loss, "reduction", "mean")
         if isinstance(loss, partial):
             reduction = loss.keywords.get("reduction", reduction)
@@ -91,13 +89,14 @@ class Supervised:
                 "weights every batch by its samples, and reduces over batches and processes itself."
             )
         self.loss = loss
-        self.metrics: dict[str, Any] = dict(metrics or {})
+        self._metric_set = MetricSet(metrics)
+        self.metrics = self._metric_set.by_name
         self.predictions = predictions
 
         self._ignored = ignored_by(self.loss)
         if self._ignored is not None:
-            for metric in self.metrics.values():
-                _set_ignore_index(metric, self._ignored)
+            # A guess is about classes, so it says nothing about a metric of numbers.
+            self._metric_set.leave_out(self._ignored.index, of_numbers=not self._ignored.is_guess)
         # Until `observe_samples` finds that no training target is ignored.
         self._training_is_weighted = self._ignored is not None
         self._weight_may_be_zero = False
@@ -109,21 +108,13 @@ class Supervised:
         function = getattr(self.loss, "func", self.loss)
         self._wants_equal_shapes = isinstance(loss, _ELEMENTWISE) or function in _ELEMENTWISE_FUNCTIONS
 
-        self._stateful: dict[str, Any] = {}
-        self._sums: dict[str, Metric] = {}
-        for name, metric in self.metrics.items():
-            if hasattr(metric, "update"):
-                self._stateful[name] = metric
-            else:
-                self._sums[name] = metric
-        self._train_metrics: dict[str, Metric] = self._sums if train_metrics else {}
-        self._take_input = {name for name, metric in self._stateful.items() if _takes_input(metric)}
+        self._train_metrics: dict[str, Metric] = self._metric_set.sums if train_metrics else {}
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:
         return self._step(model, batch, metrics=self._train_metrics, is_weighted=self._training_is_weighted)
 
     def validation_step(self, model: nn.Module, batch: Batch) -> StepOutput:
-        return self._step(model, batch, metrics=self._sums, updates=list(self._stateful))
+        return self._step(model, batch, metrics=self._metric_set.sums, is_validation=True)
 
     def observe_samples(self, batch: Batch) -> None:
         """Note if the loss ignores any of the training targets; if not, steps don't compute weights."""
@@ -148,7 +139,7 @@ class Supervised:
         batch: Batch,
         *,
         metrics: Mapping[str, Metric],
-        updates: Sequence[str] = (),
+        is_validation: bool = False,
         is_weighted: bool = True,
     ) -> StepOutput:
         input_, target = split_batch(batch)
@@ -168,34 +159,28 @@ class Supervised:
             counts = torch.as_tensor(weight, device=output.device) > 0
             output.register_hook(lambda gradient: gradient.where(counts, 0))
 
-        if not metrics and not updates:
+        if not metrics and not is_validation:
             return StepOutput(loss, len(target), weight=weight)
         detached = output.detach() if isinstance(output, Tensor) else output
+        updates: dict[str, tuple[Any, ...]] = {}
+        if is_validation:
+            updates = self._metric_set.updates(detached, target, input_, probabilities=self._probabilities)
         return StepOutput(
             loss,
             len(target),
             metrics={name: metric(detached, target) for name, metric in metrics.items()},
             weight=weight,
-            updates=self._updates(detached, target, input_, names=updates),
+            updates=updates,
         )
 
-    def _updates(self, output: Any, target: Tensor, input_: Any, *, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-        """Return the arguments of the stateful metrics' `update` by the metrics' names."""
-        of_probabilities = [name for name in names if _takes_probabilities(self.metrics[name])]
-        probabilities = output
-        if of_probabilities and self._ignored is not None and self._ignored.takes_scores:
-            probabilities = output.softmax(dim=1)
-        elif of_probabilities and isinstance(self.loss, nn.BCEWithLogitsLoss):
-            probabilities = output.sigmoid()
-
-        updates: dict[str, tuple[Any, ...]] = {}
-        for name in names:
-            predicted = probabilities if name in of_probabilities else output
-            if name in self._take_input:
-                updates[name] = (predicted, target, input_)
-            else:
-                updates[name] = (predicted, target)
-        return updates
+    @property
+    def _probabilities(self) -> Callable[[Any], Tensor] | None:
+        """What makes probabilities of the scores that the loss takes; None if it takes no scores."""
+        if self._ignored is not None and self._ignored.takes_scores:
+            return partial(torch.softmax, dim=1)
+        if isinstance(self.loss, nn.BCEWithLogitsLoss):
+            return torch.sigmoid
+        return None
 
     def _compute_loss(self, output: Any, target: Tensor) -> Tensor:
         """Raises DataError if output and target don't fit a loss of torch's."""
@@ -231,50 +216,10 @@ class Supervised:
         )
 
 
-def _check_is_built(name: str, value: Any) -> None:
-    """Raise ConfigError for a loss or metric that is only named, or a partial's settings."""
-    if callable(value) or hasattr(value, "update"):
-        return
-    target = "package.module.Name"
-    if isinstance(value, str):
-        target = value if "." in value else f"torch.nn.{value}"
-    raise ConfigError(
-        f"task.{name}={value}: must be a mapping with `_target_`, of a class or function. "
-        f"Type task.{name}._target_={target}"
-    )
-
-
 def _name_of(loss: Any) -> str:
     if isinstance(loss, partial):
         loss = loss.func
     return getattr(loss, "__name__", type(loss).__name__)
-
-
-def _set_ignore_index(metric: Any, ignored: IgnoredTargets) -> None:
-    """Have a metric, or those of a MetricCollection, leave out what the loss ignores, unless it says otherwise."""
-    for single in _single_metrics(metric):
-        # A guess is about classes, so it says nothing about a metric of numbers.
-        is_of_numbers = isinstance(single, MeanAbsoluteError) and ignored.is_guess
-        if getattr(single, "ignore_index", ...) is None and not is_of_numbers:
-            single.ignore_index = ignored.index
-
-
-def _takes_input(metric: Any) -> bool:
-    return "input" in signature(metric.update).parameters
-
-
-def _takes_probabilities(metric: Any) -> bool:
-    """Return True for torchmetrics' classification, alone or in a MetricCollection."""
-    first = _single_metrics(metric)[0]
-    return type(first).__module__.startswith("torchmetrics.classification")
-
-
-def _single_metrics(metric: Any) -> list[Any]:
-    """Return the metrics of a torchmetrics.MetricCollection, and any other metric as it is."""
-    is_collection = hasattr(metric, "compute_groups")
-    if is_collection:
-        return list(metric.values())
-    return [metric]
 
 
 def split_batch(batch: Batch) -> tuple[Any, Tensor]:

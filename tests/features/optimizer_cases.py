@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 from framework import Batch, Datasets, Objective, StepOutput
@@ -32,6 +33,15 @@ class Heads(nn.Module):
     def forward(self, x: Tensor, head: str = "guess") -> Tensor:
         output: Tensor = getattr(self, head)(self.body(x))
         return output
+
+
+def by_layer(params: Any, model: nn.Module, lr: float, decay: float) -> SGD:
+    """Return an optimizer with groups of its own: the nearer to the input, the lower the rate."""
+    layers = [module for module in model.modules() if list(module.parameters(recurse=False))]
+    groups = []
+    for number, layer in enumerate(reversed(layers)):
+        groups.append({"params": list(layer.parameters(recurse=False)), "lr": lr * decay**number, "name": str(number)})
+    return SGD(groups, lr=lr, momentum=0.9)
 
 
 class Guess(nn.Module):

@@ -113,6 +113,16 @@ def test_a_schedule_ends_with_the_run(train):
     results.assert_same(results.weights(run_dir), plain_loop(batches, schedule=schedule))
 
 
+def test_a_schedule_of_transformers_ends_with_the_run(train):
+    linear = "{_target_: transformers.get_linear_schedule_with_warmup, num_warmup_steps: 4}"
+    common = (*SCHEDULED, f"scheduler.schedule={linear}", "scheduler.interval=step")
+    warm_up = [LR * step / 4 for step in range(4)]
+    assert rates(train(*common)) == pytest.approx(warm_up + [LR * (40 - step) / 36 for step in range(4, 40)])
+    # A length that is set takes precedence.
+    longer = rates(train(*common, "scheduler.total_steps=76"))
+    assert longer == pytest.approx(warm_up + [LR * (76 - step) / 72 for step in range(4, 40)])
+
+
 @pytest.mark.exhaustive
 def test_resuming_with_another_schedule_length_needs_a_decision(train, capfd):
     """Half of the run, then all of it: on the old curve to its end and beyond, or on the new one from here on."""

@@ -143,6 +143,31 @@ def test_groups_train_as_in_a_plain_loop(run, overrides):
     assert rates == {"": {0.1}, "/0": {0.1}, "/head": {0.5}}
 
 
+BY_LAYER = {"_target_": f"{CASES}.by_layer", "lr": 0.2, "decay": 0.5}
+
+
+def layers_loop(steps: int) -> dict[str, Tensor]:
+    model = heads()
+    rates = {model.guess: 0.2, model.copy: 0.1, model.body[1]: 0.05, model.body[0]: 0.025}
+    optimizer = SGD([{"params": layer.parameters(), "lr": lr} for layer, lr in rates.items()], lr=0.2, momentum=0.9)
+    for x, y in batches(steps):
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("overrides", [pytest.param((), id="one"), on_ranks(2, "fsdp")])
+def test_a_target_may_make_its_groups_from_the_model(run, train, overrides):
+    run_dir = run(BY_LAYER, "trainer.max_steps=4", *overrides)
+    train(f"resume={run_dir}", "trainer.max_steps=9")
+    results.assert_same(results.weights(run_dir), layers_loop(9), tolerance=1e-12)
+    assert set(results.curve(run_dir, "train/lr/3").values()) == {0.025}
+    # A new rate holds for all groups.
+    train(f"resume={run_dir}", "trainer.max_steps=12", "optimizer.lr=0.02")
+    assert results.curve(run_dir, "train/lr/3")[12] == pytest.approx(0.0025)
+
+
 @pytest.mark.parametrize("overrides", PROCESSES)
 def test_objectives_equal_a_plain_loop_and_resume_exactly(run, train, overrides):
     whole = run(NAMED, "trainer.max_steps=14", *overrides, task="Alternating")

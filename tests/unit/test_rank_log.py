@@ -44,6 +44,22 @@ def test_every_rank_writes_its_own_log(run_dir: RunDir) -> None:
     assert run_dir.rank_log(0).read_text(encoding="utf-8").count("saved é") == 2
 
 
+def test_the_terminal_has_no_log_if_a_library_configures_logging(
+    run_dir: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        with rank_log(run_dir.rank_log(0), place="rank 0"):
+            rank_logger.info("the model and its training")
+        assert capfd.readouterr().err == ""
+        rank_logger.warning("after it")
+        assert "after it" in capfd.readouterr().err
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert "the model and its training" in run_dir.rank_log(0).read_text(encoding="utf-8")
+
+
 def test_a_full_disk_is_survived_without_a_word(run_dir: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir.rank_log(0).symlink_to("/dev/full")
     with rank_log(run_dir.rank_log(0), place="rank 0"):

@@ -57,6 +57,16 @@ def test_frozen_parameters_have_no_state():
     assert optimizer_state_bytes(torch.optim.Adam, model.parameters()) == unfrozen > 0
 
 
+def test_groups_that_a_target_makes_from_the_model_are_counted():
+    model = network("meta")
+
+    def by_layer(_: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": layer.parameters()} for layer in model])
+
+    expected = optimizer_state_bytes(torch.optim.Adam, model.parameters())
+    assert optimizer_state_bytes(by_layer, model.parameters()) == expected > 0
+
+
 class KeepsGradients(Strategy):
     gradients_kept = 1
 

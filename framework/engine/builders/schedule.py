@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from framework.config.optimizers import OptimizerConfig
 from framework.config.schema import Node, SchedulerConfig
-from framework.config.targets import requires, takes
+from framework.config.targets import SCHEDULE_LENGTHS, requires, takes
 from framework.engine.builders.objects import build_object, wrong_result
 from framework.errors import ConfigError
 from framework.optim.schedule import Schedule, Schedules
@@ -63,10 +63,11 @@ def build_scheduler(
     node = settings.schedule
     if node is None:
         return Schedule(None, settings)
-    length = _length(node, settings, total_steps, key=key)
+    keyword = next((name for name in SCHEDULE_LENGTHS if takes(node, name)), "total_steps")
+    length = _length(node, settings, total_steps, key=key, keyword=keyword)
     supplied = {}
     if length is not None:
-        supplied["total_steps"] = length
+        supplied[keyword] = length
     rebuild = Rebuild.of(optimizer, partial(build_object, key, node, **supplied))
     scheduler = rebuild.make(optimizer)
     if scheduler is None:
@@ -112,21 +113,24 @@ def _check_is_scheduler(scheduler: object, key: str, node: Node, *, is_stepped: 
         raise wrong_result(key, node, scheduler, expected=expected)
 
 
-def _length(node: Node, settings: SchedulerConfig, total_steps: int | None, *, key: str) -> int | None:
-    """Return the scheduler's length; None if it has none. Raises ConfigError as `build_scheduler` does."""
-    is_set_in_node = "total_steps" in node
-    if is_set_in_node or not takes(node, "total_steps"):
+def _length(node: Node, settings: SchedulerConfig, total_steps: int | None, *, key: str, keyword: str) -> int | None:
+    """Return the scheduler's length; None if it has none. Raises ConfigError as `build_scheduler` does.
+
+    keyword: what the target calls its length.
+    """
+    is_set_in_node = keyword in node
+    if is_set_in_node or not takes(node, keyword):
         if settings.total_steps is not None:
-            reason = f"{node['_target_']} takes no total_steps"
+            reason = f"{node['_target_']} takes no {keyword}"
             if is_set_in_node:
-                reason = f"{key}.total_steps is set too"
+                reason = f"{key}.{keyword} is set too"
             raise ConfigError(f"scheduler.total_steps={settings.total_steps} has no effect: {reason}. Set it to null.")
-        length: int | None = node.get("total_steps")
+        length: int | None = node.get(keyword)
         return length
 
     if settings.total_steps is not None:
         return settings.total_steps
-    if total_steps is None and requires(node, "total_steps"):
+    if total_steps is None and requires(node, keyword):
         raise ConfigError(
             f"{node['_target_']} must know when training ends, and that isn't known: trainer.max_steps is null, "
             "and so is max_epochs, or the number of steps in an epoch of a stream is unknown.\n"

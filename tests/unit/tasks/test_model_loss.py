@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassF1Score
 
 from framework.errors import DataError
-from framework.tasks import ModelLoss
+from framework.tasks import Accuracy, MeanAbsoluteError, ModelLoss, Perplexity
 from framework.types import Task
 
 pytestmark = pytest.mark.usefixtures("own_state")
@@ -70,6 +71,43 @@ def test_token_losses_add_up_however_samples_split(case: TokenModel) -> None:
     parts[-1].loss.backward()
     assert parts[-1].loss == 0 == parts[-1].weight
     assert all(each.grad is None or not each.grad.any() for each in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "AutoModelForMaskedLM"])
+def test_metrics_are_computed_from_the_labels_that_count(kind: str) -> None:
+    model = getattr(transformers, kind).from_config(GPT2 if kind == "AutoModelForCausalLM" else BERT).eval()
+    f1 = MulticlassF1Score(num_classes=11)
+    task = ModelLoss(metrics={"perplexity": Perplexity(), "top3": Accuracy(top_k=3), "f1": f1})
+    batch = batch_of(token_labels())
+    assert task.training_step(model, batch).updates == {}
+    output = task.validation_step(model, batch)
+    assert output.metrics["top3"][1] == output.weight
+    for name, metric in task.metrics.items():
+        if name in output.updates:
+            metric.update(*output.updates[name])
+    assert task.metrics["perplexity"].compute() == pytest.approx(output.loss.exp().item(), rel=1e-5)
+    # Probabilities, not scores.
+    assert output.updates["f1"][0].sum(dim=1).allclose(torch.ones(()))
+    correct = output.metrics["accuracy"][0]
+    assert correct <= output.metrics["top3"][0]
+
+
+def test_a_regression_compares_numbers() -> None:
+    config = transformers.BertConfig(**{**SIZES, "num_labels": 1}, intermediate_size=32)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    batch = batch_of(torch.rand(6))
+    output = ModelLoss(metrics={"error": MeanAbsoluteError()}).validation_step(model, batch)
+    error = (model(batch["input_ids"]).logits.squeeze(-1) - batch["labels"]).abs()
+    torch.testing.assert_close(output.metrics["error"], (error.sum(), 6))
+
+
+def test_metrics_without_labels_are_refused() -> None:
+    config = transformers.BertConfig(**{**SIZES, "num_labels": 2}, intermediate_size=32)
+    model = transformers.AutoModelForQuestionAnswering.from_config(config).eval()
+    batch = {"input_ids": batch_of(torch.ones(6))["input_ids"], "start_positions": torch.ones(6, dtype=torch.long)}
+    batch["end_positions"] = batch["start_positions"]
+    with pytest.raises(DataError, match=r"task\.metrics compare the `logits`"):
+        ModelLoss(metrics={"perplexity": Perplexity()}).validation_step(model, batch)
 
 
 def test_sample_classes_give_a_mean_over_classes() -> None:
