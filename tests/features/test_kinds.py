@@ -42,6 +42,15 @@ def test_a_shown_kind_does_not_depend_on_processes(train, tmp_path, kind):
     assert results.metrics(two) == pytest.approx(results.metrics(one), rel=1e-6, nan_ok=True)
 
 
+def test_a_rollout_resumes_exactly(train, tmp_path):
+    """It is used in the steps before and after."""
+    write_shown_files(tmp_path, pages=[PAGE])
+    whole = train("recipe=ppo", *SHORT, "trainer.max_steps=4")
+    stopped = train("recipe=ppo", *SHORT, "trainer.max_steps=2")
+    resumed = train(f"resume={stopped}", "trainer.max_steps=4")
+    results.assert_same(results.weights(resumed), results.weights(whole))
+
+
 def test_a_momentum_encoder_resumes_exactly(train, tmp_path):
     write_shown_files(tmp_path, pages=[PAGE])
     whole = train("recipe=momentum", *SHORT, "trainer.max_steps=4")
