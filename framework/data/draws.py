@@ -11,6 +11,7 @@ constants of https://prng.di.unimi.it/splitmix64.c. 64-bit arithmetic wraps in t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import final
 
@@ -54,6 +55,13 @@ class Draws:
         """Return (B, n) numbers in [0, 1), float32: multiples of 2**-24."""
         # Exact on every device.
         return _shifted(self._bits(n), 40).to(torch.float32) * 2.0**-24
+
+    def normal(self, n: int) -> Tensor:
+        """Return (B, n) numbers of mean 0 and variance 1, normally distributed, float32."""
+        # Box and Muller's method, since the sequence must be used up equally for each sample. 1 - uniform is never 0.
+        radius = (-2 * (1 - self.uniform(n)).log()).sqrt()
+        angle = 2 * math.pi * self.uniform(n)
+        return radius * angle.cos()
 
     def integers(self, low: int, high: int, n: int) -> Tensor:
         """Return (B, n) integers from `low` to `high` - 1, int64. Raises ValueError for an empty range.

@@ -15,7 +15,7 @@ from framework.config.secrets import masked_override
 from framework.runs.listing import csv_cell
 from framework.sweeps.differences import LEVEL
 from framework.sweeps.ranking import Row, best_trial
-from framework.sweeps.results import TrialResult
+from framework.sweeps.results import FINISHED, TrialResult
 from framework.system.columns import NOTHING, fitted_table
 from framework.system.formatting import display_path, format_count, format_facts, format_metric, format_numbers
 from framework.system.run_dir import RunDir
@@ -220,13 +220,17 @@ def _notes(rows: Sequence[Row], *, monitor: str | None, over: Collection[str]) -
         notes.append("not ranked: the trials don't have the same checkpoint.monitor and checkpoint.mode")
     elif unranked:
         notes.append(f"not ranked: {format_count(len(unranked), 'row')} with fewer finished trials than the others")
+    trials = [trial for row in rows for trial in row.trials]
+    has_trained = any(trial.status == FINISHED and trial.steps is not None for trial in trials)
+    if has_trained and monitor is None and not unranked:
+        notes.append("not compared: checkpoint.monitor=null. Set it to a metric such as val/loss, with checkpoint.mode")
     if any(row.half_width is not None for row in rows):
         notes.append("±: the 95 % interval of the mean (Student's t)")
     if any(row.is_tied for row in rows):
         pairs = " and ".join(over)
         level = f"{LEVEL * 100:.0f} %"
         notes.append(f"{_TIED}: within noise of the best (t-tests paired by {pairs}, for all rows together at {level})")
-    if any(trial.code_changed for row in rows for trial in row.trials):
+    if any(trial.code_changed for trial in trials):
         notes.append(f"{_CHANGED}: trained with other code than the first trial")
     return notes
 

@@ -21,6 +21,7 @@ from tests.helpers.documents import shown_files
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
+PAGE = (ROOT / "docs/migration.md").read_text()
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 BEFORE = {
     "torchrun": (*TORCHRUN, "before_torchrun.py"),
@@ -59,7 +60,7 @@ print(f"accuracy {trainer.callback_metrics['val/accuracy']:.4f}")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A working directory with the files of the page."""
-    for name, content in {**shown_files((ROOT / "docs/migration.md").read_text()), **TEMPLATE}.items():
+    for name, content in {**shown_files(PAGE), **TEMPLATE}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     return tmp_path
@@ -115,6 +116,14 @@ def start_weights(folder: Path, *, hidden: int, seed: int) -> str:
     return f"init_from={folder / 'start.pt'}"
 
 
+def test_a_plain_loop_has_the_same_bits(folder: Path) -> None:
+    assert run_python("plain_loop.py", cwd=folder, timeout=150).returncode == 0
+    (shown,) = re.findall(r"^python -m framework (.* init_from=initial\.pt .*)$", PAGE, flags=re.MULTILINE)
+    done = run_framework(*shlex.split(shown), cwd=folder, timeout=150)
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(weights(folder, "handwriting"), torch.load(folder / "net.pt"), rtol=0, atol=0)
+
+
 def test_torchrun(folder: Path) -> None:
     in_order(folder)
     # One of the 298 samples comes twice.
@@ -160,7 +169,7 @@ def test_weights_of_lightning(folder: Path) -> None:
     on_one_device(folder)
     before("lightning", folder)
     (checkpoint,) = folder.rglob("best.ckpt")
-    (shown,) = re.findall(r"`init_from=best.ckpt (.*)`", (ROOT / "docs/migration.md").read_text())
+    (shown,) = re.findall(r"`init_from=best.ckpt (.*)`", PAGE)
     kept = ("optimizer.lr=0", "trainer.max_epochs=1")
     recipe("handwriting", folder, f"init_from={checkpoint}", *shlex.split(shown), *kept)
     assert_close(weights(folder, "handwriting"), lightning_weights(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from framework import Job
+from framework import BatchInfo, EpochInfo, EvalInfo, FitInfo, Job, StepInfo
 from framework.checkpoint import LocalStorage
 from tests.helpers.documents import (
     ONLY_ANSWERS,
@@ -182,3 +183,11 @@ def test_contributing_names_existing_files() -> None:
     paths = re.findall(r"`((?:framework|conf|docs|tests)/[\w./]*)`", text)
     assert len(paths) > 20
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("info", [BatchInfo, EpochInfo, EvalInfo, FitInfo, StepInfo])
+def test_the_page_lists_what_info_has(info: Any) -> None:
+    text = (ROOT / "docs/own_code.md").read_text()
+    (attributes,) = re.findall(rf"^\| `{info.__name__}` \|.*\|(.*)\|$", text, flags=re.MULTILINE)
+    shown = set(re.findall(r"`(?:info\.)?(\w+)", attributes))
+    assert shown == set(inspect.get_annotations(info))

@@ -60,6 +60,27 @@ def test_numbers_are_those_of_splitmix64(key, indices, low, size):
         assert integers[place].tolist() == expected
 
 
+def test_normal_numbers_are_normal():
+    numbers = draws(list(range(2000))).normal(100).double()
+    wanted = torch.distributions.Normal(0.0, 1.0)
+    for threshold in (-3.0, -1.0, 0.0, 0.5, 2.0, 4.0):
+        share = wanted.cdf(torch.tensor(threshold, dtype=torch.float64))
+        # Five standard deviations of a share of 200,000 independent numbers.
+        allowed = 5 * (share * (1 - share) / numbers.numel()).sqrt()
+        assert ((numbers <= threshold).double().mean() - share).abs() <= allowed
+    # Neither a sample's numbers nor those of neighbours go together.
+    assert numbers.T.corrcoef().fill_diagonal_(0).abs().max() < 5 / 2000**0.5
+    assert numbers[:200].corrcoef().fill_diagonal_(0).abs().max() < 0.6
+    # The largest radius.
+    assert numbers.abs().max() <= (2 * 24 * math.log(2)) ** 0.5
+
+
+@given(key=KEYS, indices=INDICES, n=st.integers(1, 20))
+def test_normal_numbers_do_not_depend_on_the_batch(key, indices, n):
+    alone = torch.cat([draws([index], key).normal(n) for index in indices])
+    assert torch.equal(draws(indices, key).normal(n), alone)
+
+
 @pytest.mark.parametrize(("low", "high"), [(3, 3), (3, 2), (0, 2**31 + 1)])
 def test_an_impossible_range_is_refused(low, high):
     with pytest.raises(ValueError, match="high must be above low"):

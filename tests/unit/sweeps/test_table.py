@@ -62,6 +62,21 @@ def test_marks_that_are_not_there_are_not_explained() -> None:
     assert lines[3:] == ["", "2 trials: 1 finished, 1 running"]
 
 
+def test_trainings_without_a_metric_are_told_how_to_be_compared() -> None:
+    note = "not compared: checkpoint.monitor=null. Set it to a metric such as val/loss, with checkpoint.mode"
+    trainings = [result(0, "fold=0", steps=40), result(1, "fold=1", status="failed")]
+    others = [result(2, "fold=0"), result(3, "fold=1")]
+
+    def lines(trials: Sequence[TrialResult], *, monitor: str | None) -> list[str]:
+        rows = ranked_rows(trials, over=("fold",), monitor=monitor, mode="min")
+        return table_text(rows, monitor=monitor, over=("fold",), width=10_000).splitlines()
+
+    assert note in lines(trainings, monitor=None)
+    # Jobs without a training, and trainings that have their metric.
+    assert note not in lines(others, monitor=None)
+    assert note not in lines(trainings, monitor="val/loss")
+
+
 @pytest.mark.parametrize("width", [120, 80, 60, 40])
 def test_the_table_fits_the_terminal_with_whole_words(width: int) -> None:
     large = {"score": 0.7, "steps": 1_000_000, "seconds": 86_400.0}
