@@ -120,9 +120,9 @@ class EpochSteps:
             return max(0, end - begin) * self.constant
         return sum(self.of(epoch) for epoch in range(begin, end))
 
-    def done(self, samples: int) -> int:
-        """Return the steps that the first `samples` of an epoch have taken."""
-        return count_windows(samples, global_batch_size=self.plan.global_batch_size)
+    def done(self, nominal_samples: int) -> int:
+        """Return the steps of an epoch that took so many samples, if each global batch had been complete."""
+        return count_windows(nominal_samples, global_batch_size=self.plan.global_batch_size)
 
     def share(self, epoch: int, share: float) -> int:
         """Return the whole steps in a share of an epoch, at least one."""

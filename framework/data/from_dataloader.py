@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from framework.data import samplers
+from framework.data.batch_lists import BatchLists
 from framework.errors import DataError
 from framework.types import Datasets, Sampler
 
@@ -42,8 +43,8 @@ def unpack_dataloaders(datasets: Datasets) -> Datasets:
     drop_last = datasets.drop_last
     train_dataset: Any = _dataset_of(train)
     if isinstance(train, DataLoader):
-        batch_size = train.batch_size or batch_size
-        drop_last = train.drop_last
+        batch_size = _batch_size(train) or batch_size
+        drop_last = _drops_last(train)
         if not isinstance(train.dataset, IterableDataset):
             train_dataset, sampler = _order(train)
     return Datasets(
@@ -71,10 +72,10 @@ def _evaluated_parts(parts: Any, part: str) -> Any:
 
 def _evaluated(loader: Any, part: str) -> Any:
     """Return the samples to evaluate: with `drop_last`, those of whole batches."""
-    if not isinstance(loader, DataLoader) or not loader.drop_last or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, DataLoader) or not _drops_last(loader) or isinstance(loader.dataset, IterableDataset):
         return _dataset_of(loader)
     dataset: Any = loader.dataset
-    batch_size = loader.batch_size or 1
+    batch_size = _batch_size(loader) or 1
     whole = len(dataset) // batch_size * batch_size
     if whole == 0:
         raise DataError(
@@ -102,8 +103,8 @@ def _eval_batch_size(datasets: Datasets) -> int | None:
     """Return the largest batch size of the evaluation loaders."""
     sizes = []
     for name, part in datasets.parts.items():
-        if name != "train" and isinstance(part, DataLoader) and part.batch_size:
-            sizes.append(part.batch_size)
+        if name != "train" and isinstance(part, DataLoader):
+            sizes.append(_batch_size(part) or 1)
     return max(sizes) if sizes else datasets.eval_batch_size
 
 
@@ -111,25 +112,31 @@ def _check(loader: DataLoader[Any], part: str) -> None:
     """Raise DataError for a setting of the loader that has no counterpart."""
     # What can't be taken, and why.
     refused: list[tuple[str, str]] = []
-    batch_sampler = loader.batch_sampler
-    if loader.batch_size is None:
-        what = "batch_size=None"
-        if batch_sampler is not None:
-            what = f"batch_sampler={type(batch_sampler).__name__}"
-        refused.append((what, "Give batch_size, and a sampler that orders samples (framework.samplers)"))
-    elif batch_sampler is not None and _kind(batch_sampler) is not BatchSampler:
-        refused.append((f"batch_sampler={type(batch_sampler).__name__}", "Use one of framework.samplers"))
+    batch_sampler: Any = loader.batch_sampler
+    lists_batches = _lists_batches(loader)
+    if batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
+        refused.append(("batch_size=None", "Give batch_size, or a batch_sampler"))
+    elif lists_batches:
+        what = f"batch_sampler={type(batch_sampler).__name__}"
+        if part != "train":
+            refused.append((what, "Every sample is evaluated once: give batch_size"))
+        elif not hasattr(batch_sampler, "__len__"):
+            refused.append((what, "Give it __len__, the number of batches of an epoch"))
+        elif _is_for_one_process(batch_sampler):
+            why = "Each of its batches is split over the processes anyway: make it for one, with num_replicas=1"
+            refused.append((what, why))
 
     if loader.worker_init_fn is not None:
         what = f"worker_init_fn={getattr(loader.worker_init_fn, '__name__', 'a function')}"
         refused.append((what, "Leave it out: samples are drawn from generators that are seeded for each of them"))
 
-    if part != "train" and loader.drop_last and isinstance(loader.dataset, IterableDataset):
+    if part != "train" and _drops_last(loader) and isinstance(loader.dataset, IterableDataset):
         why = "What is dropped of a stream would depend on the number of processes: leave it out"
         refused.append(("drop_last=True", why))
 
-    what = f"sampler={type(loader.sampler).__name__}"
-    is_random = isinstance(loader.sampler, (WeightedRandomSampler, SubsetRandomSampler))
+    sampler = _sampler(loader)
+    what = f"sampler={type(sampler).__name__}"
+    is_random = isinstance(sampler, (WeightedRandomSampler, SubsetRandomSampler))
     if part != "train" and (is_random or _is_unknown(loader)):
         refused.append((what, "Every sample is evaluated once: give the samples to evaluate as a Subset"))
     elif _is_unknown(loader):
@@ -142,10 +149,47 @@ def _check(loader: DataLoader[Any], part: str) -> None:
 
 
 def _is_unknown(loader: DataLoader[Any]) -> bool:
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset) or _lists_batches(loader):
         return False
     known = (RandomSampler, SequentialSampler, WeightedRandomSampler, SubsetRandomSampler)
-    return _kind(loader.sampler) not in known
+    return _kind(_sampler(loader)) not in known
+
+
+def _lists_batches(loader: DataLoader[Any]) -> bool:
+    """Return True if a batch sampler other than torch's makes the batches."""
+    return loader.batch_sampler is not None and _kind(loader.batch_sampler) is not BatchSampler
+
+
+def _is_for_one_process(batch_sampler: Any) -> bool:
+    """Return True for one that gives a process its part, by itself or by the sampler that it takes its samples from."""
+    for sampler in (batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if getattr(sampler, "num_replicas", 1) != 1:
+            return True
+    return False
+
+
+# A DataLoader that is given torch's BatchSampler has its sampler, batch size and `drop_last` in there.
+
+
+def _settings(loader: DataLoader[Any]) -> Any:
+    """Return what has the loader's sampler, batch size and `drop_last`."""
+    if loader.batch_size is None and loader.batch_sampler is not None and not _lists_batches(loader):
+        return loader.batch_sampler
+    return loader
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    return _settings(loader).sampler
+
+
+def _batch_size(loader: DataLoader[Any]) -> int | None:
+    """Return the samples of a batch; None if a batch sampler of the user's lists them."""
+    size: int | None = _settings(loader).batch_size
+    return size
+
+
+def _drops_last(loader: DataLoader[Any]) -> bool:
+    return bool(_settings(loader).drop_last)
 
 
 def _kind(sampler: Any) -> type:
@@ -162,7 +206,9 @@ def _kind(sampler: Any) -> type:
 def _order(loader: DataLoader[Any]) -> tuple[Any, Sampler]:
     """Return the dataset and the order of its samples."""
     dataset: Any = loader.dataset
-    torch_sampler: Any = loader.sampler
+    if _lists_batches(loader):
+        return dataset, BatchLists(loader.batch_sampler)
+    torch_sampler = _sampler(loader)
     if isinstance(torch_sampler, WeightedRandomSampler):
         return dataset, samplers.WeightedRandomSampler(
             dataset, torch_sampler.weights, torch_sampler.num_samples, torch_sampler.replacement

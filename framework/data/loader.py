@@ -14,10 +14,11 @@ from torch.utils.data import Subset
 
 from framework.config.schema import LoaderKind
 from framework.data.batch_dataset import BatchDataset, BatchKey, BatchRequest
+from framework.data.batch_lists import BatchLists
 from framework.data.batching import BatchPlan
 from framework.data.epochs import EpochSteps
 from framework.data.identity import DataIdentity, check_content, check_order, check_size, checksum_of
-from framework.data.order import GlobalOrder, WindowIndices, epoch_positions, windows
+from framework.data.order import GlobalOrder, WindowIndices, epoch_positions, listed_windows, windows
 from framework.data.prefetch import pins_memory, prefetch
 from framework.data.resident import ResidentBatches, decode
 from framework.data.sample_check import NUM_SAMPLES, CheckedSamples, CheckKey
@@ -205,6 +206,10 @@ class MapLoader:
         self._split = split
         self._rank = rank
         self._order = GlobalOrder(num_samples, seed, shuffle, sampler=sampler)
+        self.lists: BatchLists | None = None
+        """The batch sampler of the user's that lists the global batches, if there is one."""
+        if isinstance(sampler, BatchLists):
+            self.lists = sampler
         self.sizes = self._order.sizes
         """Samples of each epoch, regardless of a limit."""
         self._sampler_listeners = EpochListeners(sampler, split=split, seed=seed, besides=(dataset, options.collate_fn))
@@ -281,13 +286,13 @@ class MapLoader:
         self._source.set_epoch(dataset_epoch)
         self._sampler_listeners.set_epoch(dataset_epoch)
 
+        if self.lists is not None:
+            yield from self._listed(self.lists, epoch, start=start, limit=limit, dataset_epoch=dataset_epoch)
+            return
         positions = epoch_positions(self.sizes.of(epoch), self._plan, start=start, limit=limit)
         order = self._order.indices(epoch, batch_size=self._plan.global_batch_size)
         self._whole_order = order
-        if not self._is_checked:
-            self._is_checked = True
-            self._check_data(order, positions)
-
+        self._check_once(order, positions)
         if isinstance(self._source, ResidentBatches):
             gathered = yield from self._source.windows(order, positions, self._plan, rank=self._rank, epoch=epoch)
             positions = slice(positions.start + gathered, positions.stop)
@@ -295,16 +300,46 @@ class MapLoader:
 
     def _loaded(self, order: Order, positions: slice, *, epoch: int, dataset_epoch: int) -> Iterator[Window]:
         """Yield windows whose batches are loaded one by one. positions: those of the epoch's order to load."""
-        # Requests run ahead of the window that is yielded.
-        rank_windows, requested = tee(
-            windows(order, self._plan, rank=self._rank, start=positions.start, end=positions.stop)
+        rank_windows = windows(order, self._plan, rank=self._rank, start=positions.start, end=positions.stop)
+        yield from self._loaded_windows(rank_windows, epoch=epoch, dataset_epoch=dataset_epoch)
+
+    def _listed(self, lists: BatchLists, epoch: int, *, start: int, limit: int, dataset_epoch: int) -> Iterator[Window]:
+        """Yield the windows of listed batches. start: samples that were taken of the epoch."""
+        order = self._order.listed(lists, epoch)
+        self._whole_order = order.indices
+        first = order.number_at(start)
+        size = lists.nominal_size
+        nominal = epoch_positions(len(lists), self._plan, start=first * size, limit=limit)
+        numbers = range(first, nominal.stop // size)
+        self._check_once(order.indices, slice(start, order.begins[numbers.stop]))
+        rank_windows = listed_windows(
+            order, self._plan, rank=self._rank, accumulated=self.steps.accumulated, numbers=numbers
         )
+        yield from self._loaded_windows(rank_windows, epoch=epoch, dataset_epoch=dataset_epoch)
+
+    def _loaded_windows(
+        self, rank_windows: Iterator[WindowIndices], *, epoch: int, dataset_epoch: int
+    ) -> Iterator[Window]:
+        # Requests run ahead of the window that is yielded.
+        rank_windows, requested = tee(rank_windows)
         batches = self._source.batches(_requests(requested, epoch=epoch, dataset_epoch=dataset_epoch))
         for window in rank_windows:
             # Loads nothing before it is asked to.
             micro_batches = (MicroBatch(next(batches), micro.num_samples) for micro in window.micro_batches)
             number = len(window.micro_batches)
-            yield Window(micro_batches, number, window.global_count, window.epoch_end, window.micro_batches)
+            yield Window(
+                micro_batches,
+                number,
+                window.global_count,
+                window.epoch_end,
+                window.micro_batches,
+                sizes=window.sizes,
+            )
+
+    def _check_once(self, order: Order, positions: slice) -> None:
+        if not self._is_checked:
+            self._is_checked = True
+            self._check_data(order, positions)
 
     def _check_data(self, order: Order, positions: slice) -> None:
         """Load some samples twice and warn if they differ. Raise CheckpointError if the data isn't the checkpoint's.

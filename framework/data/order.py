@@ -6,19 +6,22 @@ batches on any number of processes, and a run may resume in the middle of an epo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from framework.data.batching import BatchPlan, count_windows, micro_batches
+from framework.data.batch_lists import BatchLists, ListedOrder
+from framework.data.batching import BatchPlan, count_windows, micro_batches, share
 from framework.data.epochs import EpochSizes, takes_epoch
 from framework.data.keyed_random import KeyedRandom
 from framework.data.permutation import in_order, shuffled
 from framework.distributed.seed import mix
 from framework.errors import DataError
 from framework.types import MicroIndices, Order, Sampler
+
+_T = TypeVar("_T")
 
 _READ_AT_ONCE = 1 << 16
 """Samples: one slice of an order that is computed costs about 0.1 ms, however short it is."""
@@ -52,16 +55,26 @@ class GlobalOrder:
         keywords = {"batch_size": batch_size}
         if takes_epoch(sampler.order):
             keywords["epoch"] = epoch
-        # A sampler may also draw from other generators, and every rank must get the same order.
-        random = KeyedRandom(sampler)
-        with random.preserved():
-            random.seed(mix(self._seed, "sampler", epoch))
-            order: Any = sampler.order(generator, **keywords)
+        order: Any = self._seeded(sampler, epoch, lambda: sampler.order(generator, **keywords))
         check = _IndexCheck(type(sampler).__name__, size=self.sizes.of(epoch), num_samples=self._num_samples)
         if isinstance(order, Tensor):
             check.whole(order)
             return order
         return _CheckedOrder(order, check)
+
+    def listed(self, lists: BatchLists, epoch: int) -> ListedOrder:
+        """Return the batches of this epoch. Raises DataError for indices that aren't those of samples."""
+        order = ListedOrder.of(self._seeded(lists, epoch, lists.batches))
+        check = _IndexCheck(lists.name, size=len(order.indices), num_samples=self._num_samples)
+        check.whole(order.indices)
+        return order
+
+    def _seeded(self, sampler: Any, epoch: int, draw: Callable[[], _T]) -> _T:
+        """Return what a sampler draws. It may use any generator, and every rank must get the same order."""
+        random = KeyedRandom(sampler)
+        with random.preserved():
+            random.seed(mix(self._seed, "sampler", epoch))
+            return draw()
 
 
 class _IndexCheck(NamedTuple):
@@ -171,6 +184,8 @@ class WindowIndices(NamedTuple):
     positions: tuple[int, ...]
     global_count: int
     epoch_end: bool
+    # Samples that each rank has; None: `framework.data.batching.share` splits them.
+    sizes: Sequence[int] | None = None
 
 
 def windows(
@@ -196,6 +211,37 @@ def windows(
             micro.append(MicroIndices(batch[loaded.start : loaded.stop], len(micro_range)))
             positions.append(position + loaded.start)
         yield WindowIndices(tuple(micro), tuple(positions), count, epoch_end=position + count == end)
+
+
+def listed_windows(
+    order: ListedOrder, plan: BatchPlan, *, rank: int, accumulated: int, numbers: range
+) -> Iterator[WindowIndices]:
+    """Yield this rank's part of the batches of these numbers, `accumulated` of them in each step.
+
+    Each batch is split over the ranks, and a rank's part of it into as many pieces as a pipeline makes.
+    """
+    pieces = plan.micro_batches // accumulated
+    for first in range(numbers.start, numbers.stop, accumulated):
+        numbers_of_step = range(first, min(numbers.stop, first + accumulated))
+        sizes = [0] * plan.world_size
+        micro = []
+        positions = []
+        for number in numbers_of_step:
+            begin = order.begins[number]
+            size = order.begins[number + 1] - begin
+            for other in range(plan.world_size):
+                sizes[other] += len(share(size, rank=other, world_size=plan.world_size))
+            rank_share = share(size, rank=rank, world_size=plan.world_size)
+            for piece in range(pieces):
+                places = share(len(rank_share), rank=piece, world_size=pieces)
+                micro_range = rank_share[places.start : places.stop]
+                # Any sample will do as a stand-in.
+                loaded = micro_range or range(1)
+                indices = order.indices[begin + loaded.start : begin + loaded.stop]
+                micro.append(MicroIndices(indices, len(micro_range)))
+                positions.append(begin + loaded.start)
+        is_last = numbers_of_step.stop == numbers.stop
+        yield WindowIndices(tuple(micro), tuple(positions), sum(sizes), is_last, sizes)
 
 
 def _global_batches(order: Order, batch_size: int, *, start: int, end: int) -> Iterator[tuple[int, Tensor]]:

@@ -32,6 +32,9 @@ class SourceLoader:
     collates = False
     """No collate function makes the batches."""
 
+    lists = None
+    """No batch sampler lists the batches."""
+
     def __init__(
         self, source: Source, *, plan: BatchPlan, rank: int, limit: int | float | None = None, accumulated: int = 1
     ) -> None:

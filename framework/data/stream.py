@@ -79,6 +79,9 @@ class StreamLoader:
     whole = None
     """A stream isn't kept in memory."""
 
+    lists = None
+    """No batch sampler lists the batches."""
+
     def __init__(
         self,
         dataset: IterableDataset[Any],

@@ -11,6 +11,7 @@ from framework.checkpoint.manager import CheckpointManager
 from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
+from framework.data.batch_lists import BatchLists
 from framework.data.epochs import EpochSteps
 from framework.distributed.context import Context
 from framework.errors import ConfigError
@@ -111,6 +112,25 @@ def check_source(config: Config, datasets: Datasets, strategy: Strategy, context
             mistakes.append(f"{key} can't go with {name}, a framework.Source, which makes its batches. Leave it out.")
     if config.job == "tune":
         mistakes.append(f"job=tune repeats batches, which {name}, a framework.Source, can't: they depend on the model.")
+    raise_mistakes(mistakes)
+
+
+def check_lists(config: Config, datasets: Datasets) -> None:
+    """Raise ConfigError, with all mistakes, for what can't go with batches that a batch sampler lists."""
+    lists = datasets.sampler
+    if not isinstance(lists, BatchLists):
+        return
+    what = f"batch_sampler={lists.name}, whose batches are split over the processes as they are"
+    mistakes = []
+    data = config.data
+    if data.batch_size != "auto":
+        mistakes.append(f"data.batch_size={data.batch_size} can't go with {what}. Leave it out.")
+    if data.global_batch_size is not None:
+        mistakes.append(f"data.global_batch_size={data.global_batch_size} can't go with {what}. Leave it out.")
+    if config.trainer.overfit_batches is not None:
+        mistakes.append(f"trainer.overfit_batches can't go with {what}. Use trainer.limit_train_batches.")
+    if config.job == "tune":
+        mistakes.append(f"job=tune changes the size of batches, which can't go with {what}.")
     raise_mistakes(mistakes)
 
 

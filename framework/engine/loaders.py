@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from framework.checkpoint.writer import check_plain
 from framework.config.schema import Config
+from framework.data.batch_lists import BatchLists
 from framework.data.batching import BatchPlan, plan_batches
 from framework.data.epochs import apply_limit
 from framework.data.loader import EvalLoader, LoaderOptions, MapLoader, TrainLoader, dataset_size, worker_count
@@ -18,7 +19,7 @@ from framework.data.source import SourceLoader
 from framework.data.stream import StreamLoader
 from framework.data.stream_plan import StreamPlan
 from framework.engine.builders.data import build_data
-from framework.engine.data_checks import check_source, check_streams
+from framework.engine.data_checks import check_lists, check_source, check_streams
 from framework.engine.limits import first_samples
 from framework.engine.setup import RankSetup, plan_steps, procs_on_cores
 from framework.errors import ConfigError
@@ -32,6 +33,7 @@ def prepare_data(setup: RankSetup) -> tuple[Datasets, RankSetup]:
     datasets = build_data(setup.config, setup.context)
     check_streams(setup.config, datasets, setup.strategy)
     check_source(setup.config, datasets, setup.strategy, setup.context)
+    check_lists(setup.config, datasets)
     config = with_batch_sizes(setup.config, datasets)
     if config is not setup.config:
         setup = replace(setup, config=config, plan=plan_steps(config, setup.context, setup.strategy))
@@ -39,8 +41,14 @@ def prepare_data(setup: RankSetup) -> tuple[Datasets, RankSetup]:
 
 
 def with_batch_sizes(config: Config, datasets: Datasets) -> Config:
-    """Return the configuration with the batch sizes and `drop_last` of DataLoaders in place of `auto` and `null`."""
+    """Return the configuration with the batch sizes and `drop_last` of DataLoaders in place of `auto` and `null`.
+
+    The global batch size is the nominal one of a batch sampler, if that lists the batches.
+    """
     data = config.data
+    if isinstance(datasets.sampler, BatchLists):
+        size = datasets.sampler.nominal_size * config.trainer.accumulate_grad_batches
+        data = replace(data, global_batch_size=size)
     if data.batch_size == "auto" and datasets.batch_size is not None:
         data = replace(data, batch_size=datasets.batch_size)
     if data.eval_batch_size == "auto" and datasets.eval_batch_size is not None:

@@ -103,6 +103,9 @@ def _steps(setup: RankSetup, trainer: Trainer) -> str:
         if plan.world_size > 1:
             factors += f" × {plan.world_size} processes"
         batch += f" ({factors})"
+    lists = trainer.train_loader.lists
+    if lists is not None:
+        batch = f"global batches of {lists.name}"
 
     steps = trainer.train_loader.steps
     shown = "an unknown number of steps"

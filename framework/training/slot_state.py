@@ -90,6 +90,11 @@ class SlotState:
                 f"{what} has a slot for each sample of a global batch, and with data.stream=join or stop a process may "
                 "have fewer. Use data.stream=shared."
             )
+        if loader.lists is not None:
+            raise ConfigError(
+                f"{what} has a slot for each sample of a global batch, and batch_sampler={loader.lists.name} may list "
+                "batches of other sizes. Give the DataLoader a batch_size."
+            )
         if loader.plan.drop_last:
             return
         steps = loader.steps

@@ -319,7 +319,7 @@ class Trainer:
         assert every_epochs is not None, "the configuration was checked"
         if (epoch + 1) % every_epochs != 0:
             return False
-        done = steps.of(epoch) if epoch_end else steps.done(self.progress.samples)
+        done = steps.of(epoch) if epoch_end else steps.done(self.progress.nominal_samples)
         return done % steps.share(epoch, share) == 0
 
     def _save_is_due(self, *, epoch_end: bool) -> bool:

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from tests.features.lightning_data_settings import CASES
 
@@ -89,6 +89,96 @@ class DropLast(Rows):
 
     def val_dataloader(self) -> Any:
         return [DataLoader(rows(size, 2), batch_size=self.batch_size, drop_last=True) for size in (20, 13, 8)]
+
+
+class Buckets:
+    """Batches of samples of similar length, of five sizes, in another order in each epoch."""
+
+    SIZES = (8, 3, 11, 1, 7)
+
+    def __init__(self, size: int) -> None:
+        self.lengths = torch.randint(1, 9, (size,), generator=torch.Generator().manual_seed(5))
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 2 * len(self.SIZES)
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(self.epoch)
+        by_length = torch.randperm(len(self.lengths), generator=generator)
+        by_length = by_length[self.lengths[by_length].argsort(stable=True)]
+        batches = by_length.split([*self.SIZES, *self.SIZES])
+        for number in torch.randperm(len(batches), generator=generator).tolist():
+            yield batches[number].tolist()
+
+
+class Stateful(Buckets):
+    """Counts its epochs by itself."""
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        return super().__iter__()
+
+
+class Longer(Buckets):
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+class ForOneProcess(Buckets):
+    num_replicas = 2
+
+
+class Unsized:
+    def __iter__(self) -> Any:
+        return iter([[0, 1], [2]])
+
+
+class Named:
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Any:
+        return iter([[(0, "left"), (1, "right")]])
+
+
+class Bucketed(Rows):
+    """The train part is listed by a batch sampler of this class."""
+
+    def __init__(self, kind: str = "Buckets", evaluates: bool = False) -> None:
+        super().__init__(60)
+        sized: dict[str, Any] = {"Buckets": Buckets, "Stateful": Stateful, "Longer": Longer, "One": ForOneProcess}
+        others: dict[str, Any] = {"Unsized": Unsized, "Named": Named}
+        self.sampler: Any = sized[kind](60) if kind in sized else others[kind]()
+        self.evaluates = evaluates
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(60, 1), batch_sampler=self.sampler)
+
+    def val_dataloader(self) -> Any:
+        if self.evaluates:
+            return DataLoader(rows(60, 2), batch_sampler=self.sampler)
+        return super().val_dataloader()
+
+
+class TorchBatches(Rows):
+    def train_dataloader(self) -> Any:
+        data = rows(self.size, 1)
+        return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), self.batch_size, drop_last=True))
+
+    def val_dataloader(self) -> Any:
+        data = rows(20, 2)
+        return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), self.batch_size, drop_last=True))
+
+
+class TellingEpochs(Noting):
+    """Tells its batch sampler the epoch, as Lightning doesn't."""
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.train_dataloader.batch_sampler.set_epoch(self.current_epoch)  # type: ignore[union-attr]
 
 
 def train(folder: str, name: str) -> None:

@@ -29,4 +29,8 @@ CASES: dict[str, Case] = {
     "Tiny": Case("Rows", {"size": 24}, trainer={"val_check_interval": 0.1}),
     "Accumulated": Case("Rows", {"size": 64}, trainer={"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
     "DropLast": Case("DropLast", {"size": 60}),
+    "TorchBatches": Case("TorchBatches", {"size": 60}),
+    # The batches of a batch sampler.
+    "Buckets": Case("Bucketed", model="TellingEpochs"),
+    "HalfOfBuckets": Case("Bucketed", model="TellingEpochs", trainer={"val_check_interval": 0.5}),
 }

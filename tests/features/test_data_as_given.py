@@ -276,7 +276,7 @@ def loader(kind):
         ({"drop_last": True, "global_batch_size": SIZE + 1}, r"data\.drop_last=true leaves nothing of the train part"),
         (loader("dropping a stream"), r"The val part is a DataLoader.*drop_last=True: .*of a stream"),
         (loader("dropping all"), r"drop_last=True leaves nothing of the val part: it has 9 samples, and a batch 10"),
-        (loader("batches"), r"batch_sampler=Batches: Give batch_size, and a sampler"),
+        (loader("batches"), r"data\.global_batch_size=6 can't go with batch_sampler=Batches"),
         (sampler("WeightedRandomSampler", weights=[1.0, 2.0]), r"2 weights for 40 samples"),
         (sampler("WeightedRandomSampler", weights=[-1.0] * SIZE), r"not negative"),
         (sampler("WeightedRandomSampler", weights=[0.0] * SIZE), r"some above 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from tests.helpers import results
 from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
 
-QUICK = ("HalfOfSeven", "DropLast")
+QUICK = ("HalfOfSeven", "DropLast", "Buckets")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
 
 
@@ -43,7 +44,7 @@ def lightning(request, tmp_path_factory):
 def run(train, tmp_path):
     """Train a case; return the run directory."""
 
-    def run(name, *overrides, status=0):
+    def run(name, *overrides, status=0, **keywords):
         case = CASES[name]
         recipe = {
             "defaults": [{"override /task": "lightning"}, {"override /logger": "jsonl"}],
@@ -52,7 +53,7 @@ def run(train, tmp_path):
                 "shuffle": False,
                 "datasets": {
                     "_target_": "framework.tasks.lightning.datamodule",
-                    "module": {"_target_": f"{MODULE}.{case.data}", **case.keywords},
+                    "module": {"_target_": f"{MODULE}.{case.data}", **case.keywords, **keywords},
                 },
             },
             "trainer": {"max_epochs": 4, "num_threads": 1, "log_every_n_steps": 1, **case.trainer},
@@ -95,5 +96,62 @@ def test_drop_last_leaves_the_same_samples_on_any_number_of_processes(run, light
     run_dir = run("DropLast", *several)
     metrics = results.results(run_dir)["last"]["metrics"]
     assert [metrics[f"val/{number}/count"] for number in range(3)] == [16, 8, 8]
-    for key, value in torch.load(lightning / "DropLast.pt").items():
+    assert_near(run_dir, lightning, "DropLast")
+
+
+def assert_near(run_dir, lightning, name):
+    for key, value in torch.load(lightning / f"{name}.pt").items():
         torch.testing.assert_close(results.weights(run_dir)[key], value, atol=1e-6, rtol=1e-5, msg=key)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_processes_share_each_batch_of_a_batch_sampler(run, train, lightning, processes):
+    several = f"topology.procs_per_node={processes}"
+    assert_near(run("Buckets", several), lightning, "Buckets")
+    # From three processes, or two, to one, in the middle of an epoch.
+    stopped = run("Buckets", several, "trainer.max_steps=13")
+    train(f"resume={stopped}", "trainer.max_steps=null", "topology.procs_per_node=1")
+    assert_near(stopped, lightning, "Buckets")
+
+
+def test_batches_of_a_batch_sampler_resume_exactly(run, train):
+    whole = run("Buckets")
+    stopped = run("Buckets", "trainer.max_steps=13")
+    train(f"resume={stopped}", "trainer.max_steps=null")
+    assert results.curve(stopped, "train/loss") == results.curve(whole, "train/loss")
+    for key, value in results.weights(whole).items():
+        assert torch.equal(results.weights(stopped)[key], value), key
+    assert "global batches of Buckets, 10 steps an epoch" in results.log(whole)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.multiproc
+def test_batches_of_a_batch_sampler_accumulate(run):
+    one = run("Buckets", "trainer.accumulate_grad_batches=3")
+    assert results.results(one)["steps"] == 16
+    three = run("Buckets", "trainer.accumulate_grad_batches=3", "topology.procs_per_node=3")
+    for key, value in results.weights(one).items():
+        torch.testing.assert_close(results.weights(three)[key], value, atol=1e-6, rtol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "overrides", "said"),
+    [
+        ({"kind": "Stateful"}, (), r"batch_sampler=Stateful gives other batches when it is iterated again"),
+        ({"kind": "Longer"}, (), r"batch_sampler=Longer gave 10 batches, and its length is 11"),
+        ({"kind": "One"}, (), r"batch_sampler=ForOneProcess: .*num_replicas=1"),
+        ({"kind": "Unsized"}, (), r"batch_sampler=Unsized: Give it __len__"),
+        ({"kind": "Named"}, (), r"batch_sampler=Named gave \[\(0, 'left'\).*lists of indices"),
+        (
+            {"evaluates": True},
+            (),
+            r"The val part is a DataLoader.*batch_sampler=Buckets: Every sample is",
+        ),
+        ({}, ("data.batch_size=4",), r"data\.batch_size=4 can't go with batch_sampler=Buckets"),
+        ({}, ("data.global_batch_size=4",), r"data\.global_batch_size=4 can't go with batch_sampler=Buckets"),
+    ],
+)
+def test_batch_samplers_that_are_refused(run, capfd, keywords, overrides, said):
+    run("Buckets", *overrides, status=2, **keywords)
+    assert re.search(said, capfd.readouterr().err, re.DOTALL)

@@ -30,7 +30,14 @@ from framework.engine.builders.data import build_data
 from framework.engine.builders.observers import build_callbacks
 from framework.engine.builders.optimizer import build_optimizer
 from framework.engine.builders.schedule import build_schedule
-from framework.engine.data_checks import check_metrics, check_source, check_streams, check_validation, streams_of
+from framework.engine.data_checks import (
+    check_lists,
+    check_metrics,
+    check_source,
+    check_streams,
+    check_validation,
+    streams_of,
+)
 from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches, train_sizes
 from framework.engine.loaders import with_batch_sizes
 from framework.engine.setup import plan_steps, plan_training
@@ -157,6 +164,7 @@ def _data(
     else:
         check_streams(config, datasets, strategy)
         check_source(config, datasets, strategy, context)
+        check_lists(config, datasets)
         if datasets.val is None:
             check_metrics(config, ())
         streams = streams_of(datasets)

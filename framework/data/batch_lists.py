@@ -1,0 +1,98 @@
+"""Global batches that are listed: those of a batch sampler, an iterable of lists of indices with a length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from framework.data.keyed_random import KeyedRandom
+from framework.errors import DataError
+from framework.types import Order
+
+# The first batches are listed with this seed to find out how large they are, which doesn't change the numbers.
+_SEED_OF_SIZES = 0
+
+
+@final
+class BatchLists:
+    """The sampler of a train part whose global batches are those of a batch sampler.
+
+    Steps, schedules and limits count as if each batch was as large as the largest of the first epoch: `nominal_size`.
+    Raises DataError for batches that aren't the same when they are listed again.
+    """
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self._batch_sampler = batch_sampler
+        self.name = type(batch_sampler).__name__
+        random = KeyedRandom(batch_sampler)
+        with random.preserved():
+            random.seed(_SEED_OF_SIZES)
+            first = self.batches()
+            random.seed(_SEED_OF_SIZES)
+            second = self.batches()
+        is_same = all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+        if not is_same:
+            raise DataError(
+                f"batch_sampler={self.name} gives other batches when it is iterated again with the same random "
+                "numbers, so a run couldn't resume, and processes would differ.\nLet its batches depend on set_epoch("
+                "epoch), and on generators of Python, NumPy or torch: global ones, or those that it keeps."
+            )
+        self.nominal_size = max(map(len, first))
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler) * self.nominal_size
+
+    def batches(self) -> list[Tensor]:
+        """Return the indices of each batch of an epoch. Raises DataError for anything else than lists of indices."""
+        batches = [self._indices(batch) for batch in self._batch_sampler]
+        if len(batches) != len(self._batch_sampler):
+            raise DataError(
+                f"batch_sampler={self.name} gave {len(batches)} batches, and its length is {len(self._batch_sampler)}. "
+                "Let __len__ return the number of batches of each epoch."
+            )
+        if not batches:
+            raise DataError(f"batch_sampler={self.name} gave no batch.")
+        return batches
+
+    def order(self, generator: torch.Generator, *, batch_size: int) -> Order:
+        """Return the indices of all batches, one after another."""
+        return torch.cat(self.batches())
+
+    def _indices(self, batch: Any) -> Tensor:
+        try:
+            indices = torch.as_tensor(batch)
+        except (RuntimeError, TypeError, ValueError):
+            indices = torch.empty(0)
+        if indices.dtype != torch.int64 or indices.ndim != 1 or len(indices) == 0:
+            raise DataError(
+                f"batch_sampler={self.name} gave {batch!r} as a batch. It must give lists of indices, of one or more."
+            )
+        return indices
+
+
+class ListedOrder(NamedTuple):
+    """The order of an epoch whose global batches have sizes of their own."""
+
+    # Of the dataset, int64.
+    indices: Tensor
+    # The position in the order at which each batch begins; at last, the length of the order.
+    begins: Sequence[int]
+
+    @staticmethod
+    def of(batches: Sequence[Tensor]) -> ListedOrder:
+        begins = [0]
+        for batch in batches:
+            begins.append(begins[-1] + len(batch))
+        return ListedOrder(torch.cat(list(batches)), begins)
+
+    def number_at(self, position: int) -> int:
+        """Return the number of the batch that begins at a position. Raises DataError if none does."""
+        if position not in self.begins:
+            raise DataError(
+                f"Training can't continue at sample {position} of the epoch: no batch of the batch sampler begins "
+                "there. Its batches aren't those of the checkpoint: set them back, or resume from an epoch's end."
+            )
+        return self.begins.index(position)
