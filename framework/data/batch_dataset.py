@@ -7,6 +7,7 @@ function draws by (seed, epoch, position of its first sample).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, final
@@ -26,12 +27,12 @@ from framework.types import Batch, Collate, MapDataset
 
 
 class BatchRequest(NamedTuple):
-    """A batch to load: consecutive samples in the epoch's order."""
+    """A batch to load."""
 
     # Indices into the dataset, int64.
     indices: Tensor
-    # Position of the first sample in the epoch's order.
-    position: int
+    # Positions of the samples in the epoch's order.
+    positions: Sequence[int]
     # The epoch that seeds the random numbers of samples.
     epoch: int
     # The epoch that `set_epoch` of the dataset gets.
@@ -42,13 +43,13 @@ class BatchKey(NamedTuple):
     """A BatchRequest in plain numbers: sending a tensor to a worker would take shared memory and a thread."""
 
     indices: list[int]
-    position: int
+    positions: Sequence[int]
     epoch: int
     dataset_epoch: int
 
     @staticmethod
     def of(request: BatchRequest) -> BatchKey:
-        return BatchKey(request.indices.tolist(), request.position, request.epoch, request.dataset_epoch)
+        return BatchKey(request.indices.tolist(), request.positions, request.epoch, request.dataset_epoch)
 
 
 @final
@@ -91,19 +92,19 @@ class BatchDataset(Dataset[Batch]):
 
     def _load_rows(self, rows: TensorSamples, key: BatchKey) -> Batch:
         index_B = torch.tensor(key.indices, device=rows.device)
-        position_B = torch.arange(key.position, key.position + len(index_B), device=rows.device)
+        position_B = torch.tensor(key.positions, device=rows.device)
         draws = batch_draws(position_B, seed=self._seed, epoch=key.epoch)
         return rows.pack(rows.transformed(rows.gather(index_B), draws))
 
     def _load(self, key: BatchKey) -> Batch:
         with self._random.preserved():
             samples = []
-            for position, index in enumerate(key.indices, start=key.position):
+            for position, index in zip(key.positions, key.indices, strict=True):
                 load = partial(load_sample, self._dataset, index, split=self._split)
                 samples.append(self._random.load_seeded(load, key=mix(self._seed, "sample", key.epoch, position)))
 
             if self._collate_fn is not None:
-                self._random.seed(mix(self._seed, "collate", key.epoch, key.position))
+                self._random.seed(mix(self._seed, "collate", key.epoch, key.positions[0]))
             name = f"Samples {key.indices} of the {self._split} dataset"
             return collate(samples, name=name, collate_fn=self._collate_fn)
 

@@ -16,50 +16,76 @@ from framework.types import Order
 _SEED_OF_SIZES = 0
 
 
-@final
 class BatchLists:
-    """The sampler of a train part whose global batches are those of a batch sampler.
+    """The sampler of a train part whose global batches have sizes of their own.
 
-    Steps, schedules and limits count as if each batch was as large as the largest of the first epoch: `nominal_size`.
+    Steps, schedules and limits count as if each batch had `nominal_size` samples.
+    """
+
+    # Where the batches come from, for messages.
+    name: str
+    nominal_size: int
+
+    def __len__(self) -> int:
+        return self.num_batches * self.nominal_size
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of each epoch."""
+        raise NotImplementedError
+
+    def batches(self) -> list[Sequence[Tensor]]:
+        """Return the indices of each batch of an epoch, in groups. Each group is split over the processes by itself."""
+        raise NotImplementedError
+
+    def split_over(self, processes: int) -> None:
+        """Note the number of processes. Raises DataError if it doesn't suit the batches."""
+
+    def order(self, generator: torch.Generator, *, batch_size: int) -> Order:
+        """Return the indices of all batches, one after another."""
+        return ListedOrder.of(self.batches()).indices
+
+
+@final
+class UserBatches(BatchLists):
+    """The batches of a batch sampler. Their nominal size is that of the largest one of the first epoch.
+
     Raises DataError for batches that aren't the same when they are listed again.
     """
 
     def __init__(self, batch_sampler: Any) -> None:
         self._batch_sampler = batch_sampler
-        self.name = type(batch_sampler).__name__
+        self.name = f"batch_sampler={type(batch_sampler).__name__}"
         random = KeyedRandom(batch_sampler)
         with random.preserved():
             random.seed(_SEED_OF_SIZES)
             first = self.batches()
             random.seed(_SEED_OF_SIZES)
             second = self.batches()
-        is_same = all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+        is_same = all(torch.equal(*one, *other) for one, other in zip(first, second, strict=True))
         if not is_same:
             raise DataError(
-                f"batch_sampler={self.name} gives other batches when it is iterated again with the same random "
-                "numbers, so a run couldn't resume, and processes would differ.\nLet its batches depend on set_epoch("
-                "epoch), and on generators of Python, NumPy or torch: global ones, or those that it keeps."
+                f"{self.name} gives other batches when it is iterated again with the same random numbers, so a run "
+                "couldn't resume, and processes would differ.\nLet its batches depend on set_epoch(epoch), and on "
+                "generators of Python, NumPy or torch: global ones, or those that it keeps."
             )
-        self.nominal_size = max(map(len, first))
+        self.nominal_size = max(len(indices) for (indices,) in first)
 
-    def __len__(self) -> int:
-        return len(self._batch_sampler) * self.nominal_size
+    @property
+    def num_batches(self) -> int:
+        return len(self._batch_sampler)
 
-    def batches(self) -> list[Tensor]:
-        """Return the indices of each batch of an epoch. Raises DataError for anything else than lists of indices."""
-        batches = [self._indices(batch) for batch in self._batch_sampler]
-        if len(batches) != len(self._batch_sampler):
+    def batches(self) -> list[Sequence[Tensor]]:
+        """Return the indices of each batch. Raises DataError for anything else than lists of indices."""
+        batches: list[Sequence[Tensor]] = [(self._indices(batch),) for batch in self._batch_sampler]
+        if len(batches) != self.num_batches:
             raise DataError(
-                f"batch_sampler={self.name} gave {len(batches)} batches, and its length is {len(self._batch_sampler)}. "
-                "Let __len__ return the number of batches of each epoch."
+                f"{self.name} gave {len(batches)} batches, and its length is {self.num_batches}. Let __len__ return "
+                "the number of batches of each epoch."
             )
         if not batches:
-            raise DataError(f"batch_sampler={self.name} gave no batch.")
+            raise DataError(f"{self.name} gave no batch.")
         return batches
-
-    def order(self, generator: torch.Generator, *, batch_size: int) -> Order:
-        """Return the indices of all batches, one after another."""
-        return torch.cat(self.batches())
 
     def _indices(self, batch: Any) -> Tensor:
         try:
@@ -67,9 +93,7 @@ class BatchLists:
         except (RuntimeError, TypeError, ValueError):
             indices = torch.empty(0)
         if indices.dtype != torch.int64 or indices.ndim != 1 or len(indices) == 0:
-            raise DataError(
-                f"batch_sampler={self.name} gave {batch!r} as a batch. It must give lists of indices, of one or more."
-            )
+            raise DataError(f"{self.name} gave {batch!r} as a batch. It must give lists of indices, of one or more.")
         return indices
 
 
@@ -80,19 +104,26 @@ class ListedOrder(NamedTuple):
     indices: Tensor
     # The position in the order at which each batch begins; at last, the length of the order.
     begins: Sequence[int]
+    # The sizes of the groups of each batch.
+    groups: Sequence[Sequence[int]]
 
     @staticmethod
-    def of(batches: Sequence[Tensor]) -> ListedOrder:
+    def of(batches: Sequence[Sequence[Tensor]]) -> ListedOrder:
         begins = [0]
+        indices: list[Tensor] = []
+        groups = []
         for batch in batches:
-            begins.append(begins[-1] + len(batch))
-        return ListedOrder(torch.cat(list(batches)), begins)
+            sizes = [len(group) for group in batch]
+            begins.append(begins[-1] + sum(sizes))
+            groups.append(sizes)
+            indices += batch
+        return ListedOrder(torch.cat(indices), begins, groups)
 
     def number_at(self, position: int) -> int:
         """Return the number of the batch that begins at a position. Raises DataError if none does."""
         if position not in self.begins:
             raise DataError(
-                f"Training can't continue at sample {position} of the epoch: no batch of the batch sampler begins "
-                "there. Its batches aren't those of the checkpoint: set them back, or resume from an epoch's end."
+                f"Training can't continue at sample {position} of the epoch: no batch begins there. The batches aren't "
+                "those of the checkpoint: set them back, or resume from an epoch's end."
             )
         return self.begins.index(position)

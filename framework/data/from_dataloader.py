@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast, get_args
 
 import torch.utils.data
 from torch.utils.data import (
@@ -19,7 +19,8 @@ from torch.utils.data import (
 )
 
 from framework.data import samplers
-from framework.data.batch_lists import BatchLists
+from framework.data.batch_lists import UserBatches
+from framework.data.combined import CombinedBatches, CombinedCollate, CombinedPart, CombinedSamples, Mode
 from framework.errors import DataError
 from framework.types import Datasets, Sampler
 
@@ -57,6 +58,41 @@ def unpack_dataloaders(datasets: Datasets) -> Datasets:
         eval_batch_size=_eval_batch_size(datasets),
         drop_last=drop_last,
     )
+
+
+def combine(loaders: Mapping[str, Any], *, mode: str, arrange: Callable[[list[Any]], Any]) -> Datasets:
+    """Return the train part, whose batches have one batch of each loader.
+
+    Args:
+        loaders: By their names, for messages.
+        mode: `min_size`, `max_size` or `max_size_cycle`, which says when an epoch ends.
+        arrange: Puts the batches, in a list, into the structure of a whole batch.
+
+    Raises DataError for what can't be taken of them.
+    """
+    parts = [_combined_part(loader, name) for name, loader in loaders.items()]
+    if mode not in get_args(Mode):
+        raise DataError(f"Several train loaders with mode={mode}: use one of {', '.join(get_args(Mode))}.")
+    return Datasets(
+        train=CombinedSamples(parts),
+        sampler=CombinedBatches(parts, names=list(loaders), mode=cast("Mode", mode)),
+        collate_fn={"train": CombinedCollate(parts, arrange=arrange)},
+    )
+
+
+def _combined_part(loader: Any, name: str) -> CombinedPart:
+    what = f"train loader {name}"
+    if not isinstance(loader, DataLoader):
+        raise DataError(f"The {what} is a {type(loader).__name__}. Give a torch.utils.data.DataLoader.")
+    _check(loader, "train", what=what)
+    batch_size = _batch_size(loader)
+    if isinstance(loader.dataset, IterableDataset) or batch_size is None:
+        raise DataError(
+            f"The {what} is one of several, and has a stream or a batch sampler of its own. Give it a map-style "
+            "dataset and a batch_size."
+        )
+    dataset, sampler = _order(loader)
+    return CombinedPart(dataset, sampler, batch_size, _drops_last(loader), loader.collate_fn)
 
 
 def _dataset_of(part: Any) -> Any:
@@ -108,8 +144,9 @@ def _eval_batch_size(datasets: Datasets) -> int | None:
     return max(sizes) if sizes else datasets.eval_batch_size
 
 
-def _check(loader: DataLoader[Any], part: str) -> None:
-    """Raise DataError for a setting of the loader that has no counterpart."""
+def _check(loader: DataLoader[Any], part: str, *, what: str = "") -> None:
+    """Raise DataError for a setting of the loader that has no counterpart. what: the loader, if not the whole part."""
+    name = what or f"{part} part"
     # What can't be taken, and why.
     refused: list[tuple[str, str]] = []
     batch_sampler: Any = loader.batch_sampler
@@ -145,7 +182,7 @@ def _check(loader: DataLoader[Any], part: str) -> None:
 
     if refused:
         lines = "\n".join(f"  {what}: {why}." for what, why in refused)
-        raise DataError(f"The {part} part is a DataLoader with what can't be taken from it:\n{lines}")
+        raise DataError(f"The {name} is a DataLoader with what can't be taken from it:\n{lines}")
 
 
 def _is_unknown(loader: DataLoader[Any]) -> bool:
@@ -207,7 +244,7 @@ def _order(loader: DataLoader[Any]) -> tuple[Any, Sampler]:
     """Return the dataset and the order of its samples."""
     dataset: Any = loader.dataset
     if _lists_batches(loader):
-        return dataset, BatchLists(loader.batch_sampler)
+        return dataset, UserBatches(loader.batch_sampler)
     torch_sampler = _sampler(loader)
     if isinstance(torch_sampler, WeightedRandomSampler):
         return dataset, samplers.WeightedRandomSampler(

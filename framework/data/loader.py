@@ -474,8 +474,8 @@ class EvalLoader:
 
 def _requests(windows: Iterable[WindowIndices], *, epoch: int, dataset_epoch: int) -> Iterator[BatchRequest]:
     for window in windows:
-        for micro, position in zip(window.micro_batches, window.positions, strict=True):
-            yield BatchRequest(micro.indices, position, epoch, dataset_epoch)
+        for micro, positions in zip(window.micro_batches, window.positions, strict=True):
+            yield BatchRequest(micro.indices, positions, epoch, dataset_epoch)
 
 
 def _class_name(dataset: Any) -> str:

@@ -180,8 +180,8 @@ class WindowIndices(NamedTuple):
     """One rank's part of one global batch, as indices of the dataset; see `framework.types.Window`."""
 
     micro_batches: tuple[MicroIndices, ...]
-    # The position of each micro-batch's first sample in the epoch's order.
-    positions: tuple[int, ...]
+    # The positions of each micro-batch's samples in the epoch's order.
+    positions: tuple[Sequence[int], ...]
     global_count: int
     epoch_end: bool
     # Samples that each rank has; None: `framework.data.batching.share` splits them.
@@ -209,7 +209,7 @@ def windows(
             # Any sample of it will do as a stand-in: its loss is multiplied by 0.
             loaded = micro_range or range(1)
             micro.append(MicroIndices(batch[loaded.start : loaded.stop], len(micro_range)))
-            positions.append(position + loaded.start)
+            positions.append(range(position + loaded.start, position + loaded.stop))
         yield WindowIndices(tuple(micro), tuple(positions), count, epoch_end=position + count == end)
 
 
@@ -218,7 +218,7 @@ def listed_windows(
 ) -> Iterator[WindowIndices]:
     """Yield this rank's part of the batches of these numbers, `accumulated` of them in each step.
 
-    Each batch is split over the ranks, and a rank's part of it into as many pieces as a pipeline makes.
+    Each group of a batch is split over the ranks, and a rank's part of it into as many pieces as a pipeline makes.
     """
     pieces = plan.micro_batches // accumulated
     for first in range(numbers.start, numbers.stop, accumulated):
@@ -227,21 +227,35 @@ def listed_windows(
         micro = []
         positions = []
         for number in numbers_of_step:
-            begin = order.begins[number]
-            size = order.begins[number + 1] - begin
-            for other in range(plan.world_size):
-                sizes[other] += len(share(size, rank=other, world_size=plan.world_size))
-            rank_share = share(size, rank=rank, world_size=plan.world_size)
+            for size in order.groups[number]:
+                for other in range(plan.world_size):
+                    sizes[other] += len(share(size, rank=other, world_size=plan.world_size))
             for piece in range(pieces):
-                places = share(len(rank_share), rank=piece, world_size=pieces)
-                micro_range = rank_share[places.start : places.stop]
+                micro_positions = _positions_of_piece(
+                    order, number, rank=rank, world_size=plan.world_size, piece=piece, pieces=pieces
+                )
+                num_samples = len(micro_positions)
                 # Any sample will do as a stand-in.
-                loaded = micro_range or range(1)
-                indices = order.indices[begin + loaded.start : begin + loaded.stop]
-                micro.append(MicroIndices(indices, len(micro_range)))
-                positions.append(begin + loaded.start)
+                loaded = micro_positions or [order.begins[number]]
+                micro.append(MicroIndices(order.indices[torch.tensor(loaded)], num_samples))
+                positions.append(loaded)
         is_last = numbers_of_step.stop == numbers.stop
         yield WindowIndices(tuple(micro), tuple(positions), sum(sizes), is_last, sizes)
+
+
+def _positions_of_piece(
+    order: ListedOrder, number: int, *, rank: int, world_size: int, piece: int, pieces: int
+) -> list[int]:
+    """Return the positions of a rank's samples of a batch, or of a piece of them, group by group."""
+    positions: list[int] = []
+    begin = order.begins[number]
+    for size in order.groups[number]:
+        of_rank = share(size, rank=rank, world_size=world_size)
+        places = share(len(of_rank), rank=piece, world_size=pieces)
+        of_piece = of_rank[places.start : places.stop]
+        positions += range(begin + of_piece.start, begin + of_piece.stop)
+        begin += size
+    return positions
 
 
 def _global_batches(order: Order, batch_size: int, *, start: int, end: int) -> Iterator[tuple[int, Tensor]]:

@@ -163,8 +163,7 @@ class ResidentBatches:
 
 
 def _rows_of(request: BatchRequest) -> _Rows:
-    positions = torch.arange(request.position, request.position + len(request.indices))
-    return _Rows(request.indices, positions, request.epoch)
+    return _Rows(request.indices, torch.tensor(request.positions), request.epoch)
 
 
 def _views(tensor: Tensor, stride: int, sizes: Sequence[int]) -> list[Tensor]:

@@ -115,12 +115,16 @@ def check_source(config: Config, datasets: Datasets, strategy: Strategy, context
     raise_mistakes(mistakes)
 
 
-def check_lists(config: Config, datasets: Datasets) -> None:
-    """Raise ConfigError, with all mistakes, for what can't go with batches that a batch sampler lists."""
+def check_lists(config: Config, datasets: Datasets, *, processes: int) -> None:
+    """Raise ConfigError, with all mistakes, for what can't go with batches that a batch sampler lists.
+
+    processes: that share the batches. Raises DataError if they can't.
+    """
     lists = datasets.sampler
     if not isinstance(lists, BatchLists):
         return
-    what = f"batch_sampler={lists.name}, whose batches are split over the processes as they are"
+    lists.split_over(processes)
+    what = f"{lists.name}, whose batches are split over the processes as they are"
     mistakes = []
     data = config.data
     if data.batch_size != "auto":

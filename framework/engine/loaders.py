@@ -33,7 +33,7 @@ def prepare_data(setup: RankSetup) -> tuple[Datasets, RankSetup]:
     datasets = build_data(setup.config, setup.context)
     check_streams(setup.config, datasets, setup.strategy)
     check_source(setup.config, datasets, setup.strategy, setup.context)
-    check_lists(setup.config, datasets)
+    check_lists(setup.config, datasets, processes=setup.plan.world_size)
     config = with_batch_sizes(setup.config, datasets)
     if config is not setup.config:
         setup = replace(setup, config=config, plan=plan_steps(config, setup.context, setup.strategy))

@@ -92,7 +92,7 @@ class SlotState:
             )
         if loader.lists is not None:
             raise ConfigError(
-                f"{what} has a slot for each sample of a global batch, and batch_sampler={loader.lists.name} may list "
+                f"{what} has a slot for each sample of a global batch, and {loader.lists.name} may list "
                 "batches of other sizes. Give the DataLoader a batch_size."
             )
         if loader.plan.drop_last:

@@ -13,9 +13,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, default_collate
 
 from tests.features.lightning_data_settings import CASES
 
@@ -172,6 +173,105 @@ class TorchBatches(Rows):
     def val_dataloader(self) -> Any:
         data = rows(20, 2)
         return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), self.batch_size, drop_last=True))
+
+
+class Combined(Rows):
+    """Several train loaders, whose batch sizes are divided by the number of processes.
+
+    Args:
+        kind: `dict`, `list` or `nested`, in which the loaders are returned.
+        mode: of a CombinedLoader; empty: the loaders are returned as they are.
+        short: The last batch of the first loader is short.
+    """
+
+    def __init__(
+        self,
+        kind: str = "dict",
+        mode: str = "",
+        short: bool = False,
+        val_mode: str = "sequential",
+        shuffles: bool = False,
+    ) -> None:
+        super().__init__(50 if short else 48)
+        self.shuffles = shuffles
+        self.kind = kind
+        self.mode: Any = mode
+        self.val_mode: Any = val_mode
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        processes = self.trainer.world_size
+        large = DataLoader(rows(self.size, 1), batch_size=12 // processes, shuffle=self.shuffles)
+        small = DataLoader(rows(34, 3), batch_size=6 // processes, drop_last=True, collate_fn=doubled)
+        loaders: Any = {"large": large, "small": small}
+        if self.kind == "list":
+            loaders = [large, small]
+        if self.kind == "nested":
+            loaders = {"large": large, "rest": (small, DataLoader(rows(18, 4), batch_size=6 // processes))}
+        return CombinedLoader(loaders, self.mode) if self.mode else loaders
+
+    def val_dataloader(self) -> Any:
+        return CombinedLoader({"one": super().val_dataloader(), "two": super().val_dataloader()}, self.val_mode)
+
+
+def doubled(samples: Any) -> Any:
+    x, y = default_collate(samples)
+    return x * 2, y
+
+
+class Combining(Noting):
+    """Adds up the losses of all loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = []
+        for part in self.parts_of(batch):
+            self.note("train", batch_idx, None if part is None else len(part[0]))
+            if part is not None:
+                losses.append(self.loss(part))
+        self.log("train_loss", sum(losses), batch_size=6)
+        return torch.stack(losses).sum()
+
+    def parts_of(self, batch: Any) -> list[Any]:
+        if isinstance(batch, list):
+            return batch
+        rest = [batch["small"]] if "small" in batch else batch["rest"]
+        return [batch["large"], *rest]
+
+
+class TransferringRows(Rows):
+    """Overrides two of the hooks around the transfer of a batch; has two validation sets."""
+
+    def __init__(self) -> None:
+        super().__init__(24)
+
+    def val_dataloader(self) -> Any:
+        return [super().val_dataloader(), DataLoader(rows(8, 4), batch_size=8)]
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.note("data.on_before_batch_transfer", dataloader_idx)
+        return [batch[0] * 2, batch[1]]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.note("data.on_after_batch_transfer", dataloader_idx)
+        return [batch[0] + 1, batch[1]]
+
+    def note(self, what: str, *values: Any) -> None:
+        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
+        module.note(what, *values)
+
+
+class Transferring(Noting):
+    """Overrides two of the hooks, too: one of them in vain, since the data module's is called in its place."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self.note("transfer_batch_to_device", str(device), dataloader_idx)
+        return super().transfer_batch_to_device([batch[0] ** 2, batch[1]], device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        raise AssertionError("never called")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.note("on_train_batch_start", round(float(batch[0].sum()), 3))
 
 
 class TellingEpochs(Noting):

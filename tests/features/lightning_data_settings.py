@@ -30,7 +30,19 @@ CASES: dict[str, Case] = {
     "Accumulated": Case("Rows", {"size": 64}, trainer={"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
     "DropLast": Case("DropLast", {"size": 60}),
     "TorchBatches": Case("TorchBatches", {"size": 60}),
+    "Transfers": Case("TransferringRows", model="Transferring"),
     # The batches of a batch sampler.
     "Buckets": Case("Bucketed", model="TellingEpochs"),
     "HalfOfBuckets": Case("Bucketed", model="TellingEpochs", trainer={"val_check_interval": 0.5}),
+    # Several train loaders.
+    "LoadersInDict": Case("Combined", {"kind": "dict"}, model="Combining"),
+    "LoadersInList": Case("Combined", {"kind": "list", "short": True}, model="Combining"),
+    "MinSize": Case("Combined", {"mode": "min_size", "short": True}, model="Combining"),
+    "MaxSize": Case("Combined", {"kind": "list", "mode": "max_size"}, model="Combining"),
+    "Cycled": Case(
+        "Combined",
+        {"kind": "nested", "mode": "max_size_cycle", "short": True},
+        model="Combining",
+        trainer={"limit_train_batches": 4},
+    ),
 }

@@ -15,7 +15,7 @@ from tests.helpers import results
 from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
 
-QUICK = ("HalfOfSeven", "DropLast", "Buckets")
+QUICK = ("HalfOfSeven", "DropLast", "Buckets", "LoadersInDict", "Transfers")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
 
 
@@ -53,7 +53,7 @@ def run(train, tmp_path):
                 "shuffle": False,
                 "datasets": {
                     "_target_": "framework.tasks.lightning.datamodule",
-                    "module": {"_target_": f"{MODULE}.{case.data}", **case.keywords, **keywords},
+                    "module": {"_target_": f"{MODULE}.{case.data}", **(case.keywords | keywords)},
                 },
             },
             "trainer": {"max_epochs": 4, "num_threads": 1, "log_every_n_steps": 1, **case.trainer},
@@ -122,7 +122,7 @@ def test_batches_of_a_batch_sampler_resume_exactly(run, train):
     assert results.curve(stopped, "train/loss") == results.curve(whole, "train/loss")
     for key, value in results.weights(whole).items():
         assert torch.equal(results.weights(stopped)[key], value), key
-    assert "global batches of Buckets, 10 steps an epoch" in results.log(whole)
+    assert "global batches of batch_sampler=Buckets, 10 steps an epoch" in results.log(whole)
 
 
 @pytest.mark.exhaustive
@@ -154,4 +154,53 @@ def test_batches_of_a_batch_sampler_accumulate(run):
 )
 def test_batch_samplers_that_are_refused(run, capfd, keywords, overrides, said):
     run("Buckets", *overrides, status=2, **keywords)
+    assert re.search(said, capfd.readouterr().err, re.DOTALL)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [
+        ("LoadersInDict", 2),
+        pytest.param("LoadersInDict", 3, marks=pytest.mark.exhaustive),
+        pytest.param("MaxSize", 3, marks=pytest.mark.exhaustive),
+        pytest.param("MinSize", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_processes_share_the_batches_of_several_loaders(run, train, lightning, name, processes):
+    several = f"topology.procs_per_node={processes}"
+    assert_near(run(name, several), lightning, name)
+    stopped = run(name, several, "trainer.max_steps=7")
+    train(f"resume={stopped}", "trainer.max_steps=null", "topology.procs_per_node=1")
+    assert_near(stopped, lightning, name)
+
+
+def test_several_loaders_resume_exactly(run, train):
+    # Shuffled by the framework: the loaders' own orders are drawn from the seed.
+    whole = run("LoadersInDict", shuffles=True)
+    stopped = run("LoadersInDict", "trainer.max_steps=7", shuffles=True)
+    train(f"resume={stopped}", "trainer.max_steps=null")
+    assert results.curve(stopped, "train/loss") == results.curve(whole, "train/loss")
+    for key, value in results.weights(whole).items():
+        assert torch.equal(results.weights(stopped)[key], value), key
+    unshuffled = run("LoadersInDict")
+    assert results.curve(unshuffled, "train/loss") != results.curve(whole, "train/loss")
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("keywords", "overrides", "said"),
+    [
+        ({"mode": "sequential"}, (), r"with mode=sequential: use one of min_size, max_size, max_size_cycle"),
+        ({"val_mode": "min_size"}, (), r"The val part is a CombinedLoader with mode=min_size"),
+        (
+            {"short": True},
+            ("topology.procs_per_node=3",),
+            r"train loader \['large'\] has 2 samples, which 3 processes can't share evenly",
+        ),
+        ({}, ("data.batch_size=4",), r"data\.batch_size=4 can't go with several train loaders"),
+    ],
+)
+def test_several_loaders_that_are_refused(run, capfd, keywords, overrides, said):
+    run("LoadersInDict", *overrides, status=2, **keywords)
     assert re.search(said, capfd.readouterr().err, re.DOTALL)

@@ -63,7 +63,7 @@ def _first_batch(source: Source, *, num_samples: int) -> Batch:
     size = dataset_size(dataset, split=part)
     indices = [number % size for number in range(num_samples)]
     batches = BatchDataset(dataset, split=part, seed=0, collate_fn=collate_fn)
-    return batches[BatchKey(indices, position=0, epoch=0, dataset_epoch=0)]
+    return batches[BatchKey(indices, positions=range(len(indices)), epoch=0, dataset_epoch=0)]
 
 
 def outputs(function: Callable[..., Any], call: Call) -> list[Tensor]:

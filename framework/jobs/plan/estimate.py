@@ -164,7 +164,7 @@ def _data(
     else:
         check_streams(config, datasets, strategy)
         check_source(config, datasets, strategy, context)
-        check_lists(config, datasets)
+        check_lists(config, datasets, processes=plan.world_size)
         if datasets.val is None:
             check_metrics(config, ())
         streams = streams_of(datasets)

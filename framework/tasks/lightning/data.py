@@ -8,14 +8,18 @@ import re
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from framework.config.schema import Config
+from framework.data.from_dataloader import combine
 from framework.distributed.context import Context
 from framework.distributed.seed import preserved_generators, seed_generators
 from framework.errors import DataError
@@ -56,14 +60,46 @@ def datamodule(module: Any, *, run_config: Config | None = None, run_context: Co
             module.setup("test")
             loaders["test"] = module.test_dataloader()
     if trainer is not None:
-        trainer.train_dataloader = loaders["train"]
-        trainer.val_dataloaders = loaders.get("val")
-        trainer.test_dataloaders = loaders.get("test")
-    return Datasets(**{part: _sets(of_part) for part, of_part in loaders.items()})
+        trainer.train_dataloader = _without_mode(loaders["train"])
+        trainer.val_dataloaders = _without_mode(loaders.get("val"))
+        trainer.test_dataloaders = _without_mode(loaders.get("test"))
+    evaluated = {part: _sets(loaders[part], part) for part in loaders if part != "train"}
+    train = loaders["train"]
+    if not _is_combined(train) and not isinstance(train, (list, tuple, Mapping)):
+        return Datasets(train=train, **evaluated)
+    return replace(_combined(train), **evaluated)
 
 
-def _sets(loaders: Any) -> Any:
+def _is_combined(loaders: Any) -> bool:
+    """Return True for Lightning's CombinedLoader."""
+    module = type(loaders).__module__
+    return type(loaders).__name__ == "CombinedLoader" and module.endswith("utilities.combined_loader")
+
+
+def _without_mode(loaders: Any) -> Any:
+    """Return the loaders as the trainer shows them: those of a CombinedLoader in their structure."""
+    return loaders.iterables if _is_combined(loaders) else loaders
+
+
+def _combined(loaders: Any) -> Datasets:
+    """Return several train loaders as one part. Without a CombinedLoader, the shorter ones start again."""
+    mode = "max_size_cycle"
+    if _is_combined(loaders):
+        mode = loaders._mode
+    paths, structure = tree_flatten_with_path(_without_mode(loaders))
+    by_name = {keystr(path): loader for path, loader in paths}
+    return combine(by_name, mode=mode, arrange=partial(tree_unflatten, treespec=structure))
+
+
+def _sets(loaders: Any, part: str) -> Any:
     """Return one loader as it is, several by name."""
+    if _is_combined(loaders):
+        if loaders._mode != "sequential":
+            raise DataError(
+                f"The {part} part is a CombinedLoader with mode={loaders._mode}, whose sets would share batches. Each "
+                "set is evaluated by itself: use mode=sequential, or return the loaders in a list or dict."
+            )
+        loaders = loaders.iterables
     if not isinstance(loaders, (list, tuple)):
         return loaders
     if len(loaders) == 1:
