@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import numpy
 import torch
 import torch.utils.serialization
 
@@ -177,6 +178,29 @@ def _write_sharded(
 
     with cleanup:
         shards.write(directory, begin=begin, finish=finish)
+
+
+def with_python_numbers(state: Any) -> Any:
+    """Return a state of dicts, lists and tuples with Python's numbers in place of NumPy's.
+
+    A schedule that computes with NumPy, as `np.cos` in a LambdaLR, leaves them in the optimizer's groups.
+    """
+    if isinstance(state, numpy.generic):
+        return state.item()
+    if type(state) is dict:
+        return {key: with_python_numbers(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(with_python_numbers(value) for value in state)
+    return state
+
+
+def is_plain(state: Any) -> bool:
+    """Return True if `check_plain` accepts the state."""
+    try:
+        check_plain(state)
+    except CheckpointError:
+        return False
+    return True
 
 
 def check_plain(state: Any, *, name: str = "") -> None:

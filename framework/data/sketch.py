@@ -139,7 +139,8 @@ def _leaf_of_tensor(tensor: Tensor, path: str) -> Leaf:
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return _leaf_of_text(about, path)
 
-    values = tensor.detach().cpu().contiguous().flatten()
+    # A copy: a tensor with a single element counts as contiguous with any stride, and has no bytes to view then.
+    values = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
     if values.is_quantized:
         values = values.dequantize()
     else:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from framework.checkpoint.replicas import REPLICAS, gather_replicas
+from framework.checkpoint.writer import with_python_numbers
 from framework.config.schema import CUDA_GRAPH_MODES
 from framework.data.identity import DataIdentity, common_identity
 from framework.data.loader import TrainLoader
@@ -321,8 +322,8 @@ class TrainState:
         training: dict[str, Any] = {
             "strategy": self.strategy.state_dict(self.model),
             "task": {},
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
+            "optimizer": with_python_numbers(self.optimizer.state_dict()),
+            "schedule": with_python_numbers(self.schedule.state_dict()),
             "scaler": self.precision.scaler.state_dict(),
             "callbacks": {name: hook() for name, hook in self._callback_hooks("state_dict")},
         }

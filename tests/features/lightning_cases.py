@@ -365,7 +365,7 @@ def changed(name: str, of: str = "Regression") -> pl.LightningModule:
         "steps itself": lambda self, *_: self.optimizers().step(),
         "vector": lambda self, batch, *_: self.log("v", batch[0]),
         "median": lambda self, *_: self.log("v", 1.0, reduce_fx=torch.median),
-        "one name": lambda self, *_: self.log_dict({"train_v": 1.0, "v": 2.0}),
+        "one name": lambda self, *_: self.log_dict({"train_v": 1.0, "v": 2.0}) or self.net[0].weight.sum(),
     }
     methods: dict[str, Any] = {name: lambda *_: None}
     if name in optimizers:
@@ -375,7 +375,7 @@ def changed(name: str, of: str = "Regression") -> pl.LightningModule:
     elif name == "callbacks":
         methods = {"configure_callbacks": lambda _: pl.callbacks.StochasticWeightAveraging(0.1)}
     elif name == "only step":
-        methods = {"validation_step": lambda self, *_: self.log("v", 1.0, on_epoch=False)}
+        methods = {"validation_step": lambda self, _, number: self.log("v", number * 1.0, on_epoch=False, batch_size=1)}
     module: pl.LightningModule = type("Changed", (base,), methods)()
     return module
 

@@ -19,5 +19,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "NormedGan": {},
     "Accumulating": {},
     "Schedules": {},
+    "WarmingUp": {},
 }
 """The name of each module, and keys of the section `trainer`, which are Lightning's own."""

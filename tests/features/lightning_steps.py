@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
@@ -513,6 +514,60 @@ class Schedules(Base):
             {"scheduler": step, "interval": "step"},
             {"scheduler": plateau, "monitor": "train_loss"},
         ]
+
+
+class Pace:
+    """An object with a state, which Lightning pickles into checkpoints."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class WarmingUp(Base):
+    """Computes its learning rate with NumPy, by an object that is kept in checkpoints; looks at the trainer's loops."""
+
+    def build(self) -> None:
+        super().build()
+        self.pace = Pace()
+
+    def look(self, name: str) -> None:
+        trainer: Any = self.trainer
+        loop = trainer.fit_loop
+        has_validation = loop.epoch_loop.val_loop._data_source.is_defined()
+        steps = loop.epoch_loop.global_step
+        self.note(name, trainer.state.fn, trainer.state.stage, loop.max_epochs, steps, has_validation)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.look("optimizer_step")
+        self.pace.steps += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * np.minimum(1.0, self.pace.steps / 8)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def on_validation_epoch_end(self) -> None:
+        self.look("on_validation_epoch_end")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["pace"] = self.pace
+        checkpoint["settings"] = {"of": type(self.pace)}
+        checkpoint["steps"] = {"done": np.int64(self.pace.steps)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.pace = checkpoint["pace"]
+        assert checkpoint["settings"]["of"] is Pace
+        assert checkpoint["steps"] == {"done": self.pace.steps}
+
+
+class Rebuilding(Base):
+    """Makes its layers when a checkpoint is loaded."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.build()
 
 
 def trainer_of(name: str, **settings: Any) -> pl.Trainer:

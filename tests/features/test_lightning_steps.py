@@ -135,6 +135,7 @@ def test_hooks_of_steps_on_two_processes(run):
     [
         ("Accumulating", (), 6),
         ("WithCallbacks", (), 17),
+        ("WarmingUp", (), 5),
         ("PlainLBFGS", (), 17),
         ("Averaged", (), 17),
         pytest.param("Stopping", (), 17, marks=pytest.mark.exhaustive),
@@ -186,6 +187,13 @@ def test_configured_callbacks_and_options_without_a_counterpart(run, capfd):
     assert "callbacks.EarlyStopping.monitor=val/los is never computed. Use one of val/loss" in error
     run("Averaged", "strategy=fsdp", *TWO, status=2)
     assert "callbacks.EMAWeightAveraging keeps a whole copy of the model" in capfd.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_layers_that_are_made_when_a_checkpoint_is_loaded(run, train, capfd):
+    stopped = run("Rebuilding", "trainer.max_steps=5")
+    train(f"resume={stopped}", "trainer.max_steps=null", status=2)
+    assert "Rebuilding.on_load_checkpoint replaces parameters: net.0.bias, net.0.weight" in capfd.readouterr().err
 
 
 def test_settings_that_manual_optimization_refuses(run, capfd):

@@ -202,6 +202,18 @@ def test_the_template(folder: Path) -> None:
     assert_close(weights(folder, "handwriting_128"), torch.load(folder / "net.pt"))
 
 
+@pytest.mark.usefixtures("own_state")
+def test_the_classes_of_the_template_as_they_are(folder: Path) -> None:
+    in_order(folder)
+    expected = before("template", folder)
+    start_weights(folder, hidden=128, seed=12345)
+    start = {f"net.{name}": value for name, value in torch.load(folder / "start.pt").items()}
+    torch.save(start, folder / "start.pt")
+    assert recipe("handwriting_lit", folder, f"init_from={folder / 'start.pt'}", "data.shuffle=false") == expected
+    of_net = {name.removeprefix("net."): value for name, value in weights(folder, "handwriting_lit").items()}
+    assert_close(of_net, torch.load(folder / "net.pt"))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["torchrun", "accelerate", "lightning"])
 def test_shuffled(name: str, folder: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from framework.checkpoint.writer import is_plain, with_python_numbers
+from framework.errors import ConfigError
+from framework.system.rank_log import warn
 from framework.tasks.lightning.data import overrides_method
 from framework.tasks.lightning.trainer import TrainerView
 
@@ -19,6 +22,7 @@ class KeptState:
     def __init__(self, trainer: TrainerView, *, saves: bool) -> None:
         self._trainer = trainer
         self._saves = saves
+        self._has_warned = False
         datamodule = trainer.datamodule
         self._data_saves = datamodule is not None and overrides_method(datamodule, "on_save_checkpoint")
         self._data_has_state = datamodule is not None and overrides_method(datamodule, "state_dict")
@@ -34,19 +38,49 @@ class KeptState:
             kept["callbacks"] = states
         if not (self._saves or self._data_saves):
             return kept
+        objects = {}
+        plain = {}
+        rebuilt = []
+        for name, value in self._added().items():
+            entry = with_python_numbers(value)
+            if _has_state(value):
+                objects[name] = value.state_dict()
+            elif is_plain(entry):
+                plain[name] = entry
+            else:
+                rebuilt.append(name)
+        if rebuilt and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"on_save_checkpoint adds {', '.join(rebuilt)}, with objects that would have to be pickled. They "
+                "aren't kept: on_load_checkpoint of a resumed run gets those of the module as it is built."
+            )
+        kept.update(objects=objects, added=plain, rebuilt=rebuilt)
+        return kept
+
+    def _added(self) -> dict[str, Any]:
+        """Return the entries that the hooks add."""
         checkpoint = self._checkpoint()
         own_keys = set(checkpoint)
         if self._data_saves:
             self._trainer.datamodule.on_save_checkpoint(checkpoint)
         if self._saves:
             self._trainer.lightning_module.on_save_checkpoint(checkpoint)
-        kept["added"] = {name: value for name, value in checkpoint.items() if name not in own_keys}
-        return kept
+        return {name: value for name, value in checkpoint.items() if name not in own_keys}
 
     def load(self, kept: dict[str, Any]) -> None:
         """Give the hooks back what `save` returned."""
         self._load(kept.get("datamodule", {}), kept.get("callbacks", {}))
-        self._call_load_hooks({**self._checkpoint(), **kept.get("added", {})})
+        added = dict(kept.get("added", {}))
+        objects = kept.get("objects", {})
+        rebuilt = kept.get("rebuilt", ())
+        if objects or rebuilt:
+            # Those of the module as it was built; what has a state gets it.
+            built = self._added()
+            for name, state in objects.items():
+                built[name].load_state_dict(state)
+            added.update({name: built[name] for name in (*objects, *rebuilt)})
+        self._call_load_hooks({**self._checkpoint(), **added})
 
     def load_lightnings(self, checkpoint: Mapping[str, Any]) -> None:
         """Give the hooks and callbacks what a checkpoint of Lightning's has for them."""
@@ -63,9 +97,12 @@ class KeptState:
                 callback.load_state_dict(of_callbacks[callback.state_key])
 
     def _call_load_hooks(self, checkpoint: dict[str, Any]) -> None:
-        for owner in (self._trainer.datamodule, self._trainer.lightning_module):
+        module = self._trainer.lightning_module
+        parameters = dict(module.named_parameters())
+        for owner in (self._trainer.datamodule, module):
             if owner is not None and overrides_method(owner, "on_load_checkpoint"):
                 owner.on_load_checkpoint(checkpoint)
+        _check_same(parameters, dict(module.named_parameters()), name=type(module).__name__)
 
     def _checkpoint(self) -> dict[str, Any]:
         """Return the entries of Lightning's own checkpoint that are known here."""
@@ -76,3 +113,18 @@ class KeptState:
             "state_dict": module.state_dict(),
             "hyper_parameters": dict(module.hparams),
         }
+
+
+def _has_state(value: Any) -> bool:
+    """Return True for an object such as a loss or metric, which Lightning pickles and which is kept by its state."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _check_same(before: dict[str, Any], after: dict[str, Any], *, name: str) -> None:
+    """Raise ConfigError if parameters were replaced, which the optimizer has."""
+    replaced = [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
+    if replaced:
+        raise ConfigError(
+            f"{name}.on_load_checkpoint replaces parameters: {', '.join(sorted(replaced)[:4])}. The optimizer has "
+            "those from before.\nMake them in __init__, setup or configure_model, before weights are loaded."
+        )

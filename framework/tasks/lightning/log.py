@@ -147,8 +147,9 @@ class Log:
             on_step = is_training_step
         if on_epoch is None:
             on_epoch = not is_training_step
-        if part != "train" and not on_epoch:
-            raise self._refused(name, "on_epoch=False: an evaluation is logged once, as a whole. Leave it out.")
+        if part != "train":
+            # An evaluation is logged once, as a whole.
+            on_epoch = True
 
         # Lightning takes a name, or a function such as torch.max.
         reduction = reduce_fx
@@ -156,10 +157,7 @@ class Log:
             reduction = getattr(reduce_fx, "__name__", repr(reduce_fx))
         if reduction not in _REDUCTIONS:
             raise self._refused(name, f"reduce_fx={reduction}. Use one of {', '.join(_REDUCTIONS)}.")
-        short = short_name(name, part)
-        earlier_name = self._names.setdefault((part, short), name)
-        if earlier_name != name:
-            raise self._refused(name, f"it is {part}/{short}, and so is {earlier_name!r}. Rename one.")
+        short = self._short_name(name, part)
 
         if rank_zero_only and not self._context.is_main:
             return
@@ -187,6 +185,16 @@ class Log:
             self._add("epoch", f"{short}_epoch", entry)
         else:
             self._add("epoch", short, entry)
+
+    def _short_name(self, name: str, part: LogPart) -> str:
+        """Return the name without its part; with `_2` behind it, if another name was shortened to the same."""
+        short = short_name(name, part)
+        number = 1
+        own = short
+        while self._names.setdefault((part, own), name) != name:
+            number += 1
+            own = f"{short}_{number}"
+        return own
 
     def reduce(self, interval: Interval) -> dict[str, float]:
         """Return the values over all ranks, and clear them. Every rank must call it; waits for the device."""
@@ -239,7 +247,8 @@ class Log:
         for path, metric in self.metrics.items():
             metrics[path] = {"count": metric._update_count, "state": _copied(metric.metric_state)}
         entries = {interval: self._plain(interval) for interval in self._entries}
-        return {"entries": entries, "metrics": metrics, "step_names": sorted(self._step_names)}
+        names = [[part, short, name] for (part, short), name in self._names.items()]
+        return {"entries": entries, "metrics": metrics, "step_names": sorted(self._step_names), "names": names}
 
     def load_state_dict(self, state: Mapping[str, Any], *, adds: bool = False) -> None:
         """Load what `state_dict` returned; with `adds`, add it to the present state."""
@@ -249,6 +258,8 @@ class Log:
             _add_all(self._entries[interval], entries, dtype=self._dtype, device=self._context.device)
         # Checkpoints of earlier versions have no names.
         self._step_names.update(state.get("step_names", ()))
+        for part, short, name in state.get("names", ()):
+            self._names.setdefault((part, short), name)
         for path, metric_state in state["metrics"].items():
             metric = self.metrics[path]
             if not adds:

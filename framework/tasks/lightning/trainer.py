@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, final
 
 from torch.optim import Optimizer
@@ -14,7 +16,7 @@ from framework.distributed.context import Context
 from framework.errors import ConfigError
 from framework.tasks.lightning.log import Log
 from framework.tasks.lightning.logger import LoggerView
-from framework.tasks.lightning.strategy import PrecisionView, StrategyView
+from framework.tasks.lightning.strategy import PrecisionView, StrategyView, core_of
 from framework.types import Logger
 
 Stage = Literal["train", "sanity_check", "validate", "test", "predict"]
@@ -36,6 +38,7 @@ class TrainerView:
 
     def __init__(self, config: Config, context: Context) -> None:
         self._settings = config.trainer
+        self._trains = config.job == "train"
         self._world_size = context.world_size
         self.stage: Stage = _JOB_STAGES.get(config.job, "train")
         self.current_epoch = 0
@@ -113,6 +116,27 @@ class TrainerView:
     @property
     def evaluating(self) -> bool:
         return self.stage in ("sanity_check", "validate", "test")
+
+    @property
+    def state(self) -> Any:
+        """Lightning's TrainerState, of the module's package."""
+        states = import_module(core_of(self.lightning_module).replace(".core", ".trainer.states"))
+        state = states.TrainerState()
+        state.status = states.TrainerStatus.RUNNING
+        state.stage = states.RunningStage(self.stage)
+        is_fitting = self.stage in ("train", "sanity_check") or (self.stage == "validate" and self._trains)
+        state.fn = states.TrainerFn.FITTING if is_fitting else states.TrainerFn(self.stage)
+        return state
+
+    @property
+    def fit_loop(self) -> Any:
+        """What modules ask of Lightning's loops: the steps so far, the length, and whether there is validation."""
+        # Loaders that no data module has made aren't known here.
+        validates = self.datamodule is None or self.enable_validation
+        source = SimpleNamespace(is_defined=lambda: validates)
+        val_loop = SimpleNamespace(_data_source=source)
+        epoch_loop = SimpleNamespace(global_step=self.global_step, val_loop=val_loop)
+        return SimpleNamespace(max_epochs=self._settings.max_epochs, epoch_loop=epoch_loop)
 
     @property
     def lightning_module(self) -> Any:

@@ -93,6 +93,13 @@ class Counting(Dataset[Tensor]):
         return torch.tensor(self.generator.random())
 
 
+@pytest.mark.parametrize("value", [0, 5.5], ids=["int", "float"])
+def test_a_single_element_of_a_column_is_looked_at(value):
+    column = torch.full((SIZE, 3), value)[:1, 1]
+    batches = loaded(loader(Made(lambda _: column, SIZE)))
+    assert torch.equal(torch.cat(batches), column.expand(SIZE, 1))
+
+
 def test_the_check_leaves_no_trace():
     dataset = Counting()
     state = dataset.generator.bit_generator.state
