@@ -26,7 +26,8 @@ def only_run(folder: Path) -> Path:
 
 
 def test_a_run_trains_saves_and_resumes_without_linux(tmp_path: Path) -> None:
-    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    stopped = tmp_path / "stopped"
+    whole = tmp_path / "whole"
     stopped.mkdir()
     whole.mkdir()
     run_without_linux(*RUN, "trainer.max_steps=10", cwd=stopped)
