@@ -28,6 +28,7 @@ JOBS: Mapping[str, RegisteredJob] = {
     "runs": RegisteredJob("framework.jobs.runs:Runs", needs_torch=False),
     "compare": RegisteredJob("framework.jobs.compare:Compare", needs_torch=False),
     "report": RegisteredJob("framework.jobs.report:Report", needs_torch=False),
+    "schema": RegisteredJob("framework.jobs.schema:Schema", needs_torch=False),
 }
 
 FUNCTION = RegisteredJob("framework.jobs.function:Function")

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     )
     from framework.config.instantiate import bind, instantiate
     from framework.config.jobs import FUNCTION, JOBS
+    from framework.config.json_schema import json_schema
     from framework.config.keys import known_keys
     from framework.config.optimizers import optimizer_configs
     from framework.config.other_names import ADVICE

@@ -1,0 +1,211 @@
+"""The JSON Schema of a recipe's YAML, by which editors complete keys and mark mistakes.
+
+Its keys, ranges and descriptions are those of `framework.config.schema`; the options of groups, and the targets with
+their keywords, are those of the folders of YAML files that it is made for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from framework.config import schema, source
+from framework.config.jobs import JOBS
+from framework.config.keys import Key, keys_of
+from framework.config.nested import walk
+from framework.config.schema import Config, Duration, FunctionName, JobName, Node, Texts
+from framework.config.targets import NODE_KEYS
+from framework.config.yaml_files import load_yaml
+from framework.errors import TargetError
+
+SCHEMA_NAME = "schema.json"
+
+_INTERPOLATION = {"type": "string", "pattern": r"^\$\{"}
+_DURATION = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^\d+(\.\d+)?[smhd]$"}]}
+_BOUNDS = {"at_least": "minimum", "at_most": "maximum", "above": "exclusiveMinimum"}
+
+
+def json_schema(folders: Sequence[Path]) -> str:
+    """Return the schema of recipes, as JSON. folders: those that hold the groups' folders."""
+    properties = {key.name: _of_key(key, section=Config) for key in keys_of(Config)}
+    properties["defaults"] = _defaults(options_of(folders))
+    properties["hydra"] = {"type": "object", "description": "Settings of Hydra, such as hydra.searchpath."}
+    content = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "A recipe of framework",
+        # A recipe that only has comments is empty.
+        "type": ["object", "null"],
+        "additionalProperties": False,
+        "properties": properties,
+        "definitions": {"node": _node(targets_of(folders))},
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+# What the folders have
+
+
+def options_of(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """Return the options of each group."""
+    options: dict[str, set[str]] = {}
+    for folder in folders:
+        for file in folder.glob("*/*.yaml"):
+            options.setdefault(file.parent.name, set()).add(file.stem)
+    return {group: sorted(names) for group, names in sorted(options.items())}
+
+
+def targets_of(folders: Sequence[Path]) -> list[str]:
+    """Return every `_target_` that the files name, sorted."""
+    targets = set()
+    for folder in folders:
+        for file in folder.glob("*/*.yaml"):
+            for key, value in walk(load_yaml(file)):
+                if key.rpartition(".")[2] == "_target_" and isinstance(value, str):
+                    targets.add(value)
+    return sorted(targets)
+
+
+# Its parts
+
+
+def _defaults(options: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the schema of the defaults list, whose entries choose options of groups."""
+    properties = {}
+    for group, names in options.items():
+        one = {"enum": [*names, None]}
+        chosen = {"anyOf": [one, {"type": "array", "items": one}]}
+        for entry in (group, f"override /{group}", f"/{group}"):
+            properties[entry] = chosen
+    entry = {"type": "object", "properties": properties, "minProperties": 1, "maxProperties": 1}
+    return {
+        "type": "array",
+        "description": "Options of groups: `override /optimizer: adam`.",
+        "items": {"anyOf": [{"type": "string"}, entry]},
+    }
+
+
+def _of_section(section: type) -> dict[str, Any]:
+    properties = {key.name: _of_key(key, section=section) for key in keys_of(section)}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _of_key(key: Key, *, section: type) -> dict[str, Any]:
+    """Return the schema of a key: a section, or the values that the key takes."""
+    if key.section is not None:
+        described = _of_section(key.section)
+    else:
+        described = {"anyOf": [*_values(key), _INTERPOLATION]}
+    comment = comments().get((section.__name__, key.name))
+    if comment:
+        described = {"description": comment, **described}
+    return described
+
+
+def _values(key: Key) -> Iterator[dict[str, Any]]:
+    kinds = _kinds()
+    for kind in key.kinds:
+        # A Literal's values are options.
+        if kind not in kinds:
+            continue
+        described = dict(kinds[kind])
+        if kind in (int, float):
+            for word, bound in key.bounds.items():
+                described[_BOUNDS[word]] = bound
+        yield described
+    names = []
+    if JobName not in key.kinds:
+        names += key.options
+    if key.auto:
+        names.append("auto")
+    if names:
+        yield {"enum": names}
+    if key.nullable or key.auto:
+        yield {"type": "null"}
+
+
+@cache
+def _kinds() -> Mapping[Any, dict[str, Any]]:
+    node = {"$ref": "#/definitions/node"}
+    return {
+        bool: {"type": "boolean"},
+        int: {"type": "integer"},
+        float: {"type": "number"},
+        str: {"type": "string"},
+        Duration: _DURATION,
+        Texts: {"type": "array", "items": {"type": "string"}},
+        Node: node,
+        FunctionName: {"type": "string"},
+        JobName: {"anyOf": [{"enum": list(JOBS)}, {"type": "string", "pattern": r"\."}]},
+        dict[str, Any]: {"type": "object"},
+        dict[str, Node]: {"type": "object", "additionalProperties": {"anyOf": [node, {"type": "null"}]}},
+        dict[str, str]: {"type": "object", "additionalProperties": {"type": "string"}},
+    }
+
+
+def _node(targets: Sequence[str]) -> dict[str, Any]:
+    """Return the schema of an object of the user's: `_target_`, and the keywords of those that are known."""
+    known = []
+    for target in targets:
+        keywords = _keywords(target)
+        if keywords:
+            is_target = {"properties": {"_target_": {"const": target}}, "required": ["_target_"]}
+            known.append({"if": is_target, "then": {"properties": {name: {} for name in keywords}}})
+    properties: dict[str, Any] = {name: {} for name in NODE_KEYS}
+    properties["_target_"] = {
+        "type": "string",
+        "description": "What is imported and called.",
+        "examples": list(targets),
+    }
+    node: dict[str, Any] = {"type": "object", "properties": properties}
+    if known:
+        node["allOf"] = known
+    return node
+
+
+def _keywords(target: str) -> list[str]:
+    """Return the keywords of a target, as far as its source shows them."""
+    try:
+        parameters = source.signature(source.look_up(target)) or {}
+    except TargetError:
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
+
+
+@cache
+def comments() -> Mapping[tuple[str, str], str]:
+    """Return the comment above each field of the schema's dataclasses, by class and field."""
+    texts: dict[tuple[str, str], str] = {}
+    lines: list[str] = []
+    section = ""
+    for tokens in _statements(inspect.getsource(schema)):
+        first = tokens[0]
+        if first.type == tokenize.COMMENT:
+            lines.append(first.string.removeprefix("#").strip())
+            continue
+        if first.string == "class":
+            section = tokens[1].string
+        elif len(tokens) > 1 and tokens[1].string == ":" and lines:
+            texts[section, first.string] = " ".join(lines)
+        lines = []
+    return texts
+
+
+def _statements(text: str) -> Iterator[list[tokenize.TokenInfo]]:
+    """Yield the tokens of each statement, and of each comment that has a line of its own."""
+    tokens: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.INDENT, tokenize.DEDENT):
+            continue
+        if token.type in (tokenize.NEWLINE, tokenize.NL):
+            if tokens:
+                yield tokens
+            tokens = []
+        else:
+            tokens.append(token)
