@@ -80,8 +80,8 @@ def _defaults(options: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     for group, names in options.items():
         one = {"enum": [*names, None]}
         chosen = {"anyOf": [one, {"type": "array", "items": one}]}
-        for entry in (group, f"override /{group}", f"/{group}"):
-            properties[entry] = chosen
+        for name in (group, f"override /{group}", f"/{group}"):
+            properties[name] = chosen
     entry = {"type": "object", "properties": properties, "minProperties": 1, "maxProperties": 1}
     return {
         "type": "array",
