@@ -16,7 +16,7 @@ from tests.helpers.source import ROOT
 PLACEHOLDER = re.compile(r"\.\.\.|…|\$\w+|\b(?:RUN|SWEEP|CHECKPOINT|FOLDER)\b")
 """What stands for a name that only the reader, or a script, knows: `resume=outputs/digits/...`, `init_from=RUN`."""
 
-ONLY_ANSWERS = {"--help", "--hydra-help", "--cfg", "--info"}
+ONLY_ANSWERS = {"--help", "--hydra-help", "--version", "--cfg", "--info"}
 """Options with which nothing is run."""
 
 _COMMAND = re.compile(r"(?:python -m framework|make train ARGS=|torchrun [^`\n]*?-m framework)[^`\n]*")

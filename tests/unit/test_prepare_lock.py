@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from torch.utils.data import DataLoader
 
 from framework.errors import DataError
 from tests.helpers.internals import datamodule, lightning_data_module
@@ -33,7 +34,7 @@ class Data:
         pass
 
     def train_dataloader(self) -> Any:
-        return [1, 2, 3, 4]
+        return DataLoader([1, 2, 3, 4])  # type: ignore[arg-type]
 
     val_dataloader = test_dataloader = train_dataloader
 
