@@ -128,7 +128,7 @@ class Datasets:
 # Steps
 
 
-# Not a dict: what a task adds to that would be in all its later outputs, those of training too.
+# Read-only: entries that a task added to a dict would be in all its later outputs, those of training too.
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -413,7 +413,7 @@ class Log:
 
 
 class InitialTraining(NamedTuple):
-    """How far a training is that something else has begun, and the states of what it trains with."""
+    """The progress of a training that another program began, and the states of its optimizers and schedules."""
 
     # Epochs and optimizer steps done.
     epoch: int
@@ -492,14 +492,14 @@ class TaskHooks(Protocol):
         return nullcontext()
 
     def repeating(self, num_batches: int) -> AbstractContextManager[None]:
-        """Return a context in which a step's batches come to `training_step` again, and what it logs is dropped.
+        """Return a context in which `training_step` gets the step's batches again, and what it logs is dropped.
 
         It is for optimizers that need loss and gradients several times in a step, such as LBFGS.
         """
         return nullcontext()
 
     def initial_training(self, content: Mapping[str, Any], *, source: Path) -> InitialTraining:
-        """Return how to continue the training of which `init_from` is the checkpoint `source`: init.training=true.
+        """Return how to continue the training of the checkpoint `source`, which is `init_from`: init.training=true.
 
         content: what the file holds. Raise CheckpointError if that isn't possible.
         """

@@ -252,7 +252,7 @@ def validation_mistakes(config: Config) -> Iterator[str]:
 
 def _init(config: Config) -> Iterator[str]:
     if config.init.training and config.init_from is None:
-        yield "init.training=true needs init_from=FILE.ckpt, a checkpoint of Lightning. Set it, or leave the key out."
+        yield "init.training=true needs init_from=FILE.ckpt, a checkpoint of Lightning. Set both or neither."
     for key, patterns in (("rename", config.init.rename), ("skip", config.init.skip)):
         for pattern in patterns or ():
             try:

@@ -62,12 +62,12 @@ class UserBatches(BatchLists):
             first = self.batches()
             random.seed(_SEED_OF_SIZES)
             second = self.batches()
-        is_same = all(torch.equal(*one, *other) for one, other in zip(first, second, strict=True))
-        if not is_same:
+        pairs = zip(first, second, strict=True)
+        if not all(torch.equal(indices, again) for (indices,), (again,) in pairs):
             raise DataError(
                 f"{self.name} gives other batches when it is iterated again with the same random numbers, so a run "
-                "couldn't resume, and processes would differ.\nLet its batches depend on set_epoch(epoch), and on "
-                "generators of Python, NumPy or torch: global ones, or those that it keeps."
+                "couldn't resume, and processes would differ.\nLet its batches depend only on set_epoch(epoch) and on "
+                "generators of Python, NumPy or torch, which may be global or its own."
             )
         self.nominal_size = max(len(indices) for (indices,) in first)
 
@@ -76,7 +76,7 @@ class UserBatches(BatchLists):
         return len(self._batch_sampler)
 
     def batches(self) -> list[Sequence[Tensor]]:
-        """Return the indices of each batch. Raises DataError for anything else than lists of indices."""
+        """Return the indices of each batch. Raises DataError for anything but lists of indices."""
         batches: list[Sequence[Tensor]] = [(self._indices(batch),) for batch in self._batch_sampler]
         if len(batches) != self.num_batches:
             raise DataError(
@@ -93,7 +93,7 @@ class UserBatches(BatchLists):
         except (RuntimeError, TypeError, ValueError):
             indices = torch.empty(0)
         if indices.dtype != torch.int64 or indices.ndim != 1 or len(indices) == 0:
-            raise DataError(f"{self.name} gave {batch!r} as a batch. It must give lists of indices, of one or more.")
+            raise DataError(f"{self.name} gave {batch!r} as a batch. It must give lists of indices, none of them empty.")
         return indices
 
 
@@ -102,7 +102,7 @@ class ListedOrder(NamedTuple):
 
     # Of the dataset, int64.
     indices: Tensor
-    # The position in the order at which each batch begins; at last, the length of the order.
+    # The position in the order at which each batch begins, and at the end the length of the order.
     begins: Sequence[int]
     # The sizes of the groups of each batch.
     groups: Sequence[Sequence[int]]

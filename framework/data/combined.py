@@ -23,11 +23,11 @@ Mode = Literal["min_size", "max_size", "max_size_cycle"]
 
 @dataclass(frozen=True)
 class CombinedPart:
-    """What is combined: a loader, taken apart."""
+    """What is taken from one of the loaders."""
 
     dataset: MapDataset
     sampler: Sampler
-    # Of a process.
+    # Per process.
     batch_size: int
     drop_last: bool
     collate_fn: Collate | None
@@ -86,7 +86,7 @@ class CombinedBatches(BatchLists):
         self.nominal_size = sum(part.batch_size for part in parts)
 
     def split_over(self, processes: int) -> None:
-        """Raise DataError unless each process gets as many samples of each part: their losses must weigh the same."""
+        """Raise DataError unless all processes get equally many samples of each part: losses have equal weights."""
         self._processes = processes
         self.nominal_size = sum(part.batch_size for part in self._parts) * processes
         if self.num_batches == 0:
@@ -97,7 +97,7 @@ class CombinedBatches(BatchLists):
             if rest % processes and not part.drop_last and num_batches <= self.num_batches:
                 raise DataError(
                     f"The last batch of train loader {name} has {rest} samples, which {processes} processes can't "
-                    "share evenly, as several train loaders need it.\nGive it drop_last=True, or another batch_size."
+                    "share evenly. Several train loaders need that.\nGive it drop_last=True, or another batch_size."
                 )
 
     @property

@@ -58,7 +58,7 @@ class Draws:
 
     def normal(self, n: int) -> Tensor:
         """Return (B, n) numbers of mean 0 and variance 1, normally distributed, float32."""
-        # Box and Muller's method, since the sequence must be used up equally for each sample. 1 - uniform is never 0.
+        # Box and Muller's method takes equally many uniform numbers for every sample. 1 - uniform is never 0.
         radius = (-2 * (1 - self.uniform(n)).log()).sqrt()
         angle = 2 * math.pi * self.uniform(n)
         return radius * angle.cos()

@@ -36,7 +36,7 @@ def unpack_dataloaders(datasets: Datasets) -> Datasets:
         return datasets
     for name, part in datasets.parts.items():
         if isinstance(part, DataLoader):
-            _check(part, name)
+            _check(part, name, owner=f"{name} part")
 
     train = datasets.train
     sampler = datasets.sampler
@@ -68,7 +68,7 @@ def combine(loaders: Mapping[str, Any], *, mode: str, arrange: Callable[[list[An
         mode: `min_size`, `max_size` or `max_size_cycle`, which says when an epoch ends.
         arrange: Puts the batches, in a list, into the structure of a whole batch.
 
-    Raises DataError for what can't be taken of them.
+    Raises DataError for what can't be taken from them.
     """
     parts = [_combined_part(loader, name) for name, loader in loaders.items()]
     if mode not in get_args(Mode):
@@ -81,14 +81,14 @@ def combine(loaders: Mapping[str, Any], *, mode: str, arrange: Callable[[list[An
 
 
 def _combined_part(loader: Any, name: str) -> CombinedPart:
-    what = f"train loader {name}"
+    owner = f"train loader {name}"
     if not isinstance(loader, DataLoader):
-        raise DataError(f"The {what} is a {type(loader).__name__}. Give a torch.utils.data.DataLoader.")
-    _check(loader, "train", what=what)
+        raise DataError(f"The {owner} is a {type(loader).__name__}. Give a torch.utils.data.DataLoader.")
+    _check(loader, "train", owner=owner)
     batch_size = _batch_size(loader)
     if isinstance(loader.dataset, IterableDataset) or batch_size is None:
         raise DataError(
-            f"The {what} is one of several, and has a stream or a batch sampler of its own. Give it a map-style "
+            f"The {owner} is one of several, and has a stream or a batch sampler of its own. Give it a map-style "
             "dataset and a batch_size."
         )
     dataset, sampler = _order(loader)
@@ -144,23 +144,21 @@ def _eval_batch_size(datasets: Datasets) -> int | None:
     return max(sizes) if sizes else datasets.eval_batch_size
 
 
-def _check(loader: DataLoader[Any], part: str, *, what: str = "") -> None:
-    """Raise DataError for a setting of the loader that has no counterpart. what: the loader, if not the whole part."""
-    name = what or f"{part} part"
+def _check(loader: DataLoader[Any], part: str, *, owner: str) -> None:
+    """Raise DataError, which names the `owner` of the loader, for a setting that has no counterpart."""
     # What can't be taken, and why.
     refused: list[tuple[str, str]] = []
     batch_sampler: Any = loader.batch_sampler
-    lists_batches = _lists_batches(loader)
     if batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
         refused.append(("batch_size=None", "Give batch_size, or a batch_sampler"))
-    elif lists_batches:
+    elif _lists_batches(loader):
         what = f"batch_sampler={type(batch_sampler).__name__}"
         if part != "train":
             refused.append((what, "Every sample is evaluated once: give batch_size"))
         elif not hasattr(batch_sampler, "__len__"):
             refused.append((what, "Give it __len__, the number of batches of an epoch"))
         elif _is_for_one_process(batch_sampler):
-            why = "Each of its batches is split over the processes anyway: make it for one, with num_replicas=1"
+            why = "Each of its batches is split over the processes: make it for a single one, with num_replicas=1"
             refused.append((what, why))
 
     if loader.worker_init_fn is not None:
@@ -182,7 +180,7 @@ def _check(loader: DataLoader[Any], part: str, *, what: str = "") -> None:
 
     if refused:
         lines = "\n".join(f"  {what}: {why}." for what, why in refused)
-        raise DataError(f"The {name} is a DataLoader with what can't be taken from it:\n{lines}")
+        raise DataError(f"The {owner} is a DataLoader with what can't be taken from it:\n{lines}")
 
 
 def _is_unknown(loader: DataLoader[Any]) -> bool:
@@ -198,14 +196,14 @@ def _lists_batches(loader: DataLoader[Any]) -> bool:
 
 
 def _is_for_one_process(batch_sampler: Any) -> bool:
-    """Return True for one that gives a process its part, by itself or by the sampler that it takes its samples from."""
+    """Return True if it, or the sampler that it takes its samples from, lists the part of one process."""
     for sampler in (batch_sampler, getattr(batch_sampler, "sampler", None)):
         if getattr(sampler, "num_replicas", 1) != 1:
             return True
     return False
 
 
-# A DataLoader that is given torch's BatchSampler has its sampler, batch size and `drop_last` in there.
+# If a DataLoader is given torch's BatchSampler, that has the sampler, the batch size and `drop_last`.
 
 
 def _settings(loader: DataLoader[Any]) -> Any:

@@ -89,8 +89,9 @@ def build_trainer(
 
     callbacks = build_callbacks(_callback_nodes(setup), context=setup.context, run_dir=setup.run_dir)
     for own_callbacks in hooks([assembled.task], "own_callbacks"):
-        check_built_callbacks(own_callbacks(), setup.strategy)
-        callbacks.update(own_callbacks())
+        of_task = own_callbacks()
+        check_built_callbacks(of_task, setup.strategy)
+        callbacks.update(of_task)
     checkpoint_settings = config.checkpoint
     for checkpoint_keys in hooks([assembled.task], "checkpoint_keys"):
         checkpoint_settings = replace(checkpoint_settings, **checkpoint_keys())
@@ -289,7 +290,7 @@ def _after_validation(
 
 
 def _validation_number(trainer: TrainerConfig, steps: EpochSteps | None, info: EvalInfo) -> int:
-    """Return the number of a validation in its run, from 1. A run that is resumed goes on with it."""
+    """Return the number of a validation in its run, from 1. A resumed run continues the count."""
     interval = trainer.val_check_interval
     if isinstance(interval, int):
         return info.step // interval

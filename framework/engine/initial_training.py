@@ -1,4 +1,4 @@
-"""Continue a training that Lightning has begun: init.training=true."""
+"""Continue a training of Lightning: init.training=true."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def load_initial_training(trainer: Trainer, config: Config) -> None:
         ConfigError: the task can't read them, or the model is sharded.
     """
     state = trainer.state
-    path = Path(str(config.init_from)).expanduser()
+    path = Path(str(config.init_from))
     readers = hooks([state.task], "initial_training")
     files = find_weights(path)
     if not readers or files is None:
         raise ConfigError(
             "init.training=true continues a training of Lightning's, from its .ckpt file and with task=lightning, and "
-            f"init_from is {path}.\nLeave it out to load weights only. A run of the framework continues with "
-            "resume=RUN."
+            f"init_from is {path}.\nLeave out init.training to load weights only. A run of the framework continues "
+            "with resume=RUN."
         )
     if state.strategy.forward_communicates or config.peft is not None:
         raise ConfigError(
             "init.training=true loads the optimizer of a whole model, which adapters and sharded models don't have.\n"
-            "Use strategy=ddp without peft, or leave it out to load weights only."
+            "Use strategy=ddp without peft, or leave out init.training to load weights only."
         )
 
     found = readers[0](read_content(files[0]), source=path)

@@ -46,11 +46,10 @@ def write_results(
     if test is not None:
         final_metrics |= test["metrics"]
 
-    best = None
-    if trainer.checkpoints is not None:
-        best = trainer.checkpoints.best
-    if best is not None and trainer.checkpoints is not None:
-        monitor = str(trainer.checkpoints.monitor)
+    checkpoints = trainer.checkpoints
+    if checkpoints is not None and checkpoints.best is not None:
+        best = checkpoints.best
+        monitor = str(checkpoints.monitor)
         results["score"] = best.metrics[monitor]
         results["best"] = {"step": best.step, "metrics": best.metrics}
         final_metrics[f"best/{monitor}"] = best.metrics[monitor]

@@ -195,8 +195,9 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
     if _has_best_checkpoint(setup, trainer):
         best = setup.run_dir.checkpoints / BEST
         load_model(trainer.state.bare_model, best, context=setup.context, rebuild=partial(_rebuild_model, setup))
-        load_task(trainer.state.task, trainer.state.bare_model, find(best))
-        manifest = read_manifest(find(best))
+        directory = find(best)
+        load_task(trainer.state.task, trainer.state.bare_model, directory)
+        manifest = read_manifest(directory)
         step = manifest.step
         evaluation = _evaluate_test(setup, trainer, loaders, epoch=manifest.epoch)
     else:

@@ -23,7 +23,7 @@ from framework.system.shown_text import masked_text
 from framework.types import FitInfo
 
 _INIT_TIMEOUT_S = 30.0
-# Of W&B's run, besides `log`; all return what nobody needs.
+# Of W&B's run, besides `log`. What they return isn't passed on, since they run on the thread.
 _METHODS = ("alert", "define_metric", "log_artifact", "log_code", "save", "unwatch", "watch")
 
 
@@ -31,7 +31,7 @@ _METHODS = ("alert", "define_metric", "log_artifact", "log_code", "save", "unwat
 class WandbExperiment:
     """The methods of W&B's run, called by the logger's thread: `self.logger.experiment` of a LightningModule.
 
-    They return nothing. `log` without a step is of the present one.
+    They return nothing. `log` without a step is for the current one.
     """
 
     def __init__(self, logger: WandbLogger) -> None:

@@ -34,12 +34,13 @@ class MetricSet:
                 self.sums[name] = metric
         self._take_input = {name for name, metric in self.stateful.items() if _takes_input(metric)}
 
-    def leave_out(self, index: float | None, *, of_numbers: bool) -> None:
-        """Leave out targets of this value, unless a metric says otherwise. of_numbers: from metrics of numbers, too."""
+    def set_ignore_index(self, index: float | None, *, of_numbers: bool) -> None:
+        """Have metrics ignore targets of this value, unless they say otherwise. of_numbers: metrics of numbers, too."""
         for metric in self.by_name.values():
             for single in _single_metrics(metric):
-                is_meant = of_numbers or not isinstance(single, MeanAbsoluteError)
-                if getattr(single, "ignore_index", ...) is None and is_meant:
+                if isinstance(single, MeanAbsoluteError) and not of_numbers:
+                    continue
+                if getattr(single, "ignore_index", ...) is None:
                     single.ignore_index = index
 
     def updates(

@@ -40,7 +40,7 @@ class ModelLoss:
 
     def __init__(self, metrics: Mapping[str, Metric | StatefulMetric] | None = None) -> None:
         self._metric_set = MetricSet(metrics)
-        self._metric_set.leave_out(_IGNORED, of_numbers=False)
+        self._metric_set.set_ignore_index(_IGNORED, of_numbers=False)
         self.metrics = self._metric_set.by_name
 
     def training_step(self, model: nn.Module, batch: Batch) -> StepOutput:

@@ -96,7 +96,7 @@ class Supervised:
         self._ignored = ignored_by(self.loss)
         if self._ignored is not None:
             # A guess is about classes, so it says nothing about a metric of numbers.
-            self._metric_set.leave_out(self._ignored.index, of_numbers=not self._ignored.is_guess)
+            self._metric_set.set_ignore_index(self._ignored.index, of_numbers=not self._ignored.is_guess)
         # Until `observe_samples` finds that no training target is ignored.
         self._training_is_weighted = self._ignored is not None
         self._weight_may_be_zero = False

@@ -377,7 +377,7 @@ REFUSED = {
     "no monitor": r"must include a monitor",
     "train monitor": r"the learning-rate schedule monitors train_los, which training doesn't log",
     "unknown monitor": r"monitors val/los, which validation doesn't compute: .* Did you mean val/loss\?",
-    "callbacks": r"configure_callbacks returned what has another form.*StochasticWeightAveraging: callbacks=swa",
+    "callbacks": r"returned callbacks that can't be used as they are.*StochasticWeightAveraging: use callbacks=swa",
     "no experiment": r"no self\.logger\.experiment with these loggers: jsonl.*logger=tensorboard",
     "steps itself": r"Changed calls optimizer\.step, and the framework steps.*automatic_optimization = False",
     "vector": r"self\.log\('v'\): the value is a tensor of shape \(16, 8\)",

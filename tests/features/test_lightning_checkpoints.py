@@ -87,7 +87,7 @@ def same(weights, wanted):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_training_of_lightnings_continues_here(run, lightning, name):
+def test_a_training_of_lightning_continues_here(run, lightning, name):
     wanted = torch.load(lightning / f"{name}.pt")
     continued = run(name, f"init_from={lightning}/{name}.ckpt", "init.training=true")
     same(results.weights(continued), wanted)
@@ -138,7 +138,7 @@ def test_exports_keep_averages_and_settings(run, export, tmp_path):
     run("EpochSchedule", f"init_from={output}", "init.training=true", status=2)
 
 
-def test_checkpoints_that_cannot_be_continued(run, lightning, tmp_path, capfd):
+def test_what_cannot_be_continued_is_refused(run, lightning, tmp_path, capfd):
     continuing = ("init.training=true", "trainer.max_epochs=3")
 
     def refused(name, *, module="EpochSchedule", **changes):

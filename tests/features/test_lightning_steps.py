@@ -165,7 +165,7 @@ def test_configured_callbacks_stop_and_find_the_best_checkpoint_as_lightnings(ru
     assert "dirpath and filename of ModelCheckpoint have no effect" in results.log(run_dir)
 
 
-def test_configured_callbacks_and_options_without_a_counterpart(run, capfd):
+def test_callbacks_and_options_without_a_counterpart_are_refused(run, capfd):
     run("Unmatched", status=2)
     error = capfd.readouterr().err
     for refused in (
@@ -174,11 +174,11 @@ def test_configured_callbacks_and_options_without_a_counterpart(run, capfd):
         "Patient inherits from Lightning's EarlyStopping",
         "Swapping.on_train_end: of WeightAveraging, override should_update only",
         "WeightAveraging(device=...): leave it out",
-        "ModelCheckpoint(every_n_train_steps=...) with a monitor: trainer.val_check_interval",
+        "ModelCheckpoint(every_n_train_steps=...) with a monitor: set trainer.val_check_interval",
         "a second ModelCheckpoint",
-        "ModelCheckpoint(save_on_exception=True): checkpoint.every_n_minutes",
-        "LearningRateMonitor(log_momentum=True): self.log it",
-        "StochasticWeightAveraging: callbacks=swa",
+        "ModelCheckpoint(save_on_exception=True): leave it out, and set checkpoint.every_n_minutes",
+        "LearningRateMonitor(log_momentum=True): leave it out",
+        "StochasticWeightAveraging: use callbacks=swa",
         "GradientAccumulationScheduler: no counterpart",
     ):
         assert refused in error
@@ -190,7 +190,7 @@ def test_configured_callbacks_and_options_without_a_counterpart(run, capfd):
 
 
 @pytest.mark.exhaustive
-def test_layers_that_are_made_when_a_checkpoint_is_loaded(run, train, capfd):
+def test_layers_made_in_on_load_checkpoint_are_refused(run, train, capfd):
     stopped = run("Rebuilding", "trainer.max_steps=5")
     train(f"resume={stopped}", "trainer.max_steps=null", status=2)
     assert "Rebuilding.on_load_checkpoint replaces parameters: net.0.bias, net.0.weight" in capfd.readouterr().err

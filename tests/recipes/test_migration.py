@@ -203,7 +203,7 @@ def test_the_template(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_state")
-def test_the_classes_of_the_template_as_they_are(folder: Path) -> None:
+def test_the_templates_classes_train_unchanged(folder: Path) -> None:
     in_order(folder)
     expected = before("template", folder)
     start_weights(folder, hidden=128, seed=12345)

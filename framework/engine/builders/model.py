@@ -108,6 +108,6 @@ def check_validation_step(task: Task, parts: Iterable[str]) -> None:
     if info is not None and info.default is info.empty:
         raise TargetError(
             f"task: validation_step of {type(task).__name__} needs `info`, which only training steps get: a validation "
-            "batch is all one process's, and no part of a global batch.\n"
-            "Compute what needs no gather: validation_step(model, batch)."
+            "batch belongs to one process, and isn't part of a global batch.\n"
+            "Leave out the parameter, and what uses it: validation_step(model, batch)."
         )

@@ -26,7 +26,7 @@ def write_lightning(source: Source, path: Path) -> list[tuple[str, str]]:
     """Write the file; return what to print about it, names and texts. Raises ConfigError for another model."""
     if not isinstance(source.task, LightningTask):
         raise ConfigError(
-            f"export.format=lightning is for a LightningModule with task=lightning, and {source.name} is none.\n"
+            f"export.format=lightning is for a LightningModule with task=lightning, and {source.name} isn't one.\n"
             "Use export.format=state_dict or safetensors."
         )
     module: Any = source.model
@@ -91,7 +91,7 @@ def _loops(package: str, training: Mapping[str, Any], *, accumulated: int) -> di
     steps = own_state.get("global_step", progress["step"])
     batches = own_state["batches"]
 
-    # It tells which devices there are, and how else it might be started.
+    # Otherwise it logs the devices and advice on its arguments.
     logging.getLogger(package).setLevel(logging.ERROR)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with warnings.catch_warnings():

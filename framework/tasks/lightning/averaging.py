@@ -71,15 +71,15 @@ class LightningAveraging(Callback):
 
 def _arithmetic(arguments: dict[str, Any]) -> UpdateAverages:
     """Return how averages are updated, from the arguments that `torch.optim.swa_utils.AveragedModel` would get."""
-    of_all = arguments.get("multi_avg_fn")
-    of_one = arguments.get("avg_fn") or get_swa_avg_fn()
+    multi_avg_fn = arguments.get("multi_avg_fn")
+    avg_fn = arguments.get("avg_fn") or get_swa_avg_fn()
 
     def update(averages: list[Tensor], currents: list[Tensor], num_averaged: int) -> None:
         number = torch.tensor(num_averaged)
-        if of_all is not None:
-            of_all(averages, currents, number)
+        if multi_avg_fn is not None:
+            multi_avg_fn(averages, currents, number)
             return
         for average, current in zip(averages, currents, strict=True):
-            average.copy_(of_one(average, current, number))
+            average.copy_(avg_fn(average, current, number))
 
     return update

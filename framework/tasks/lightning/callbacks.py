@@ -24,8 +24,8 @@ _DISPLAYS = (
 )
 # What to use in place of others.
 _INSTEAD = {
-    "StochasticWeightAveraging": "callbacks=swa, which averages the weights at the end of each epoch",
-    "Timer": "callbacks=timer",
+    "StochasticWeightAveraging": "use callbacks=swa, which averages the weights at the end of each epoch",
+    "Timer": "use callbacks=timer",
 }
 # Hooks of callbacks that are called besides those of modules.
 _STATE = ("state_dict", "load_state_dict")
@@ -43,7 +43,7 @@ class Configured:
     counterparts: dict[str, Callback] = field(default_factory=dict)
     # Keys of the section `checkpoint`.
     checkpoint: dict[str, Any] = field(default_factory=dict)
-    # What has no effect, to be told.
+    # What has no effect, for warnings.
     notes: list[str] = field(default_factory=list)
 
 
@@ -93,7 +93,7 @@ def configured_callbacks(module: Any, config: Config, *, val_dataloaders: Any) -
     if mistakes:
         name = type(module).__name__
         lines = "\n".join(f"  {mistake}" for mistake in mistakes)
-        raise ConfigError(f"{name}.configure_callbacks returned what has another form here. Use:\n{lines}")
+        raise ConfigError(f"{name}.configure_callbacks returned callbacks that can't be used as they are:\n{lines}")
     return configured
 
 
@@ -168,7 +168,7 @@ def _rate_mistakes(callback: Any) -> list[str]:
     for option in ("log_momentum", "log_weight_decay"):
         if getattr(callback, option):
             mistakes.append(
-                f"LearningRateMonitor({option}=True): self.log it in on_train_batch_start; rates are logged"
+                f"LearningRateMonitor({option}=True): leave it out, and self.log the value in on_train_batch_start"
             )
     return mistakes
 
@@ -178,10 +178,10 @@ def _checkpoint_mistakes(callback: Any, config: Config) -> list[str]:
     if callback.monitor is not None and config.checkpoint.monitor is not None:
         mistakes.append(
             f"ModelCheckpoint(monitor={callback.monitor!r}) besides checkpoint.monitor={config.checkpoint.monitor}: "
-            "checkpoint.monitor=null"
+            "set checkpoint.monitor=null"
         )
     if callback.save_on_exception:
-        mistakes.append("ModelCheckpoint(save_on_exception=True): checkpoint.every_n_minutes, and leave it out")
+        mistakes.append("ModelCheckpoint(save_on_exception=True): leave it out, and set checkpoint.every_n_minutes")
     if callback._save_on_train_epoch_end and not _validates_each_epoch(config):
         mistakes.append("ModelCheckpoint(save_on_train_epoch_end=True): leave it out; the best is found when validated")
     if callback.monitor is not None:
@@ -193,7 +193,7 @@ def _checkpoint_mistakes(callback: Any, config: Config) -> list[str]:
         for option, (value, key) in remedies.items():
             if value:
                 mistakes.append(
-                    f"ModelCheckpoint({option}=...) with a monitor: {key}, since each validation is considered"
+                    f"ModelCheckpoint({option}=...) with a monitor: set {key}, since each validation is considered"
                 )
     return mistakes
 

@@ -53,7 +53,7 @@ class KeptState:
             self._has_warned = True
             warn(
                 f"on_save_checkpoint adds {', '.join(rebuilt)}, with objects that would have to be pickled. They "
-                "aren't kept: on_load_checkpoint of a resumed run gets those of the module as it is built."
+                "aren't saved: on_load_checkpoint of a resumed run gets those of the rebuilt module."
             )
         kept.update(objects=objects, added=plain, rebuilt=rebuilt)
         return kept
@@ -75,7 +75,7 @@ class KeptState:
         objects = kept.get("objects", {})
         rebuilt = kept.get("rebuilt", ())
         if objects or rebuilt:
-            # Those of the module as it was built; what has a state gets it.
+            # Objects are those of the rebuilt module, with their saved states.
             built = self._added()
             for name, state in objects.items():
                 built[name].load_state_dict(state)
@@ -121,7 +121,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _check_same(before: dict[str, Any], after: dict[str, Any], *, name: str) -> None:
-    """Raise ConfigError if parameters were replaced, which the optimizer has."""
+    """Raise ConfigError if parameters were replaced: the optimizer has those from before."""
     replaced = [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
     if replaced:
         raise ConfigError(

@@ -187,7 +187,7 @@ class Log:
             self._add("epoch", short, entry)
 
     def _short_name(self, name: str, part: LogPart) -> str:
-        """Return the name without its part; with `_2` behind it, if another name was shortened to the same."""
+        """Return the name without its part, and with `_2` appended if another name was shortened to the same."""
         short = short_name(name, part)
         number = 1
         own = short

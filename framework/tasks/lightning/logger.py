@@ -115,7 +115,7 @@ class LoggerView:
             raise self._refused("experiment")
         return loggers[0].experiment
 
-    def each(self) -> list[LoggerView]:
+    def views(self) -> list[LoggerView]:
         """Return one view for each logger that has an `experiment`, if several have one; else this one."""
         views = []
         for name, logger in self._with_experiment().items():

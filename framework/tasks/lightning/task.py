@@ -30,9 +30,9 @@ from framework.errors import ConfigError, TargetError
 from framework.optim.optimizer import give_closure
 from framework.optim.several import Optimizers
 from framework.system.rank_log import warn
-from framework.tasks.lightning.begun import begun_training
 from framework.tasks.lightning.callbacks import Configured, callback_hooks, configured_callbacks
 from framework.tasks.lightning.data import overrides_method
+from framework.tasks.lightning.initial_training import read_initial_training
 from framework.tasks.lightning.kept_state import KeptState
 from framework.tasks.lightning.log import Log, LogPart, metric_name, short_name
 from framework.tasks.lightning.optimization import HookedSteps, ManualSteps
@@ -166,7 +166,7 @@ class LightningTask:
         module.trainer = self._trainer
         self._callback_hooks: dict[str, list[Callable[..., Any]]] = {}
         self._configured = Configured()
-        self._is_trial = config.trainer.fast_dev_run
+        self._is_fast_dev_run = config.trainer.fast_dev_run
         # Lightning calls callbacks in prediction, too, whose hooks have no counterpart.
         if self._trains and "configure_callbacks" in self._overridden:
             self._configured = configured_callbacks(module, config, val_dataloaders=self._trainer.val_dataloaders)
@@ -396,10 +396,11 @@ class LightningTask:
         finally:
             vars(module).pop("forward", None)
 
-    # A training that Lightning has begun
+    # Continuing a training of Lightning
 
     def initial_training(self, content: Mapping[str, Any], *, source: Path) -> InitialTraining:
-        training = begun_training(content, source=source, trainer=self._trainer, is_manual=self._manual is not None)
+        is_manual = self._manual is not None
+        training = read_initial_training(content, source=source, trainer=self._trainer, is_manual=is_manual)
         self._trainer.current_epoch = training.epoch
         if self._manual is not None:
             self._trainer.global_step = content["global_step"]
@@ -409,8 +410,8 @@ class LightningTask:
     # What `configure_callbacks` asks for
 
     def own_callbacks(self) -> Mapping[str, Callback]:
-        # As in Lightning, and as those of the configuration.
-        return {} if self._is_trial else self._configured.counterparts
+        # A fast_dev_run leaves them out, as in Lightning and as those of the configuration.
+        return {} if self._is_fast_dev_run else self._configured.counterparts
 
     def checkpoint_keys(self) -> Mapping[str, Any]:
         if self._context.is_main:
@@ -740,7 +741,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 def _give_closure(optimizer: Optimizer, module: Any) -> None:
-    """Have the task step an optimizer that needs a closure. Raises ConfigError with several processes."""
+    """Have the task call an optimizer with its closure. Raises ConfigError with several processes."""
     if module.trainer.world_size > 1:
         what = "optimizes manually"
         if module.automatic_optimization:

@@ -162,7 +162,7 @@ class TrainerView:
 
     @property
     def loggers(self) -> list[LoggerView]:
-        return [] if self._logger is None else self._logger.each()
+        return [] if self._logger is None else self._logger.views()
 
     @property
     def log_dir(self) -> str | None:

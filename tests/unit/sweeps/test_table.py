@@ -62,7 +62,7 @@ def test_marks_that_are_not_there_are_not_explained() -> None:
     assert lines[3:] == ["", "2 trials: 1 finished, 1 running"]
 
 
-def test_trainings_without_a_metric_are_told_how_to_be_compared() -> None:
+def test_trials_without_a_metric_are_not_compared() -> None:
     note = "not compared: checkpoint.monitor=null. Set it to a metric such as val/loss, with checkpoint.mode"
     trainings = [result(0, "fold=0", steps=40), result(1, "fold=1", status="failed")]
     others = [result(2, "fold=0"), result(3, "fold=1")]

@@ -16,8 +16,10 @@ _NEEDED = ("optimizer_states", "lr_schedulers", "loops", "global_step")
 _REMEDY = "Leave out init.training to load weights only."
 
 
-def begun_training(content: Mapping[str, Any], *, source: Path, trainer: Any, is_manual: bool) -> InitialTraining:
-    """Return how to continue it. Raises CheckpointError if it can't be continued exactly.
+def read_initial_training(
+    content: Mapping[str, Any], *, source: Path, trainer: Any, is_manual: bool
+) -> InitialTraining:
+    """Return how to continue the training of a checkpoint. Raises CheckpointError if that can't be done exactly.
 
     Args:
         trainer: the view with the optimizers and schedules of this run.
