@@ -93,7 +93,7 @@ class UserBatches(BatchLists):
         except (RuntimeError, TypeError, ValueError):
             indices = torch.empty(0)
         if indices.dtype != torch.int64 or indices.ndim != 1 or len(indices) == 0:
-            raise DataError(f"{self.name} gave {batch!r} as a batch. It must give lists of indices, none of them empty.")
+            raise DataError(f"{self.name} gave {batch!r} as a batch. It must give lists of indices, none empty.")
         return indices
 
 
