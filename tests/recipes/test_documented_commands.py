@@ -32,7 +32,7 @@ NOT_HERE = re.compile(
     r".*=SWEEP(,.*)?|job=plan|trainer\.gpus=[1-9]\d*|topology=multi_node|topology\.nnodes=.*"
     # These need files that an earlier command writes, or print warnings of peft; they have tests of their own.
     r"|recipe=gpt_tokens|task\.weights=.*|job=recipes\.ddpm_sample\.sample|peft=lora"
-    r"|export\.format=lightning|init\.training=true|init_from=initial\.pt"
+    r"|export\.format=lightning|init\.training=true|init_from=(initial\.pt|digits\.ckpt)"
 )
 LEFT_OUT = re.compile(r"(data\.root|data\.mirrors|path\.outputs|preflight\.(min|max)_\w+)=.*")
 """Places that don't exist here, and speeds that a machine needn't have to run tests."""
