@@ -168,16 +168,16 @@ def import_target(name: str) -> Any:
 
 def get_object(path: str) -> Any:
     """Return what a dotted name stands for. Raises TargetError with the nearest name if there is no such thing."""
-    found: Any = None
+    value: Any = None
     name = ""
     for part in path.split("."):
-        parent = found
+        parent = value
         name = f"{name}.{part}".lstrip(".")
         if hasattr(parent, part):
-            found = getattr(parent, part)
+            value = getattr(parent, part)
             continue
         try:
-            found = importlib.import_module(name)
+            value = importlib.import_module(name)
         except ModuleNotFoundError as error:
             # The module itself is missing, or its parent isn't a package.
             if f"{name}.".startswith(f"{error.name}."):
@@ -185,7 +185,7 @@ def get_object(path: str) -> Any:
             raise TargetError(
                 f"{name} can't be imported, because it imports {error.name}, which isn't installed."
             ) from error
-    return found
+    return value
 
 
 def check_node(

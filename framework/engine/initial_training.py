@@ -38,9 +38,9 @@ def load_initial_training(trainer: Trainer, config: Config) -> None:
             "Use strategy=ddp without peft, or leave out init.training to load weights only."
         )
 
-    found = readers[0](read_content(files[0]), source=path)
+    training = readers[0](read_content(files[0]), source=path)
     try:
-        restore_optimizer(state.optimizer, join_states(found.optimizers))
+        restore_optimizer(state.optimizer, join_states(training.optimizers))
     except ValueError as error:
         raise CheckpointError(
             f"The optimizers in {path} don't fit those of this run: {error}\nKeep configure_optimizers as it was, and "
@@ -49,7 +49,7 @@ def load_initial_training(trainer: Trainer, config: Config) -> None:
 
     schedule = state.schedule
     schedules = list(schedule.named.values()) if isinstance(schedule, Schedules) else [schedule]
-    for own_schedule, saved in zip(schedules, found.schedules, strict=False):
+    for own_schedule, saved in zip(schedules, training.schedules, strict=False):
         own_schedule.load_state_dict(saved)
-    trainer.progress.epoch = found.epoch
-    trainer.progress.step = found.step
+    trainer.progress.epoch = training.epoch
+    trainer.progress.step = training.step

@@ -261,7 +261,7 @@ class TransferringRows(Rows):
 
 
 class Transferring(Noting):
-    """Overrides two of the hooks, too: one of them in vain, since the data module's is called in its place."""
+    """Overrides two of the hooks, too. One of them isn't called: the data module's takes precedence."""
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         self.note("transfer_batch_to_device", str(device), dataloader_idx)

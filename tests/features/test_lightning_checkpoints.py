@@ -8,13 +8,12 @@ import sys
 import pytest
 import torch
 
-from tests.features.lightning_step_settings import SETTINGS
+from tests.features.lightning_step_settings import SETTINGS, STEPS, recipe_of
 from tests.helpers import results
 from tests.helpers.internals import compose
 from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
 
-STEPS = "tests.features.lightning_steps"
 # Two parameter groups and an epoch's schedule; two optimizers and steps within the module; hooks that keep a state.
 QUICK = ("EpochSchedule", "Gan", "WithCallbacks")
 NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Hooked", "Schedules"))]
@@ -51,19 +50,7 @@ def run(train, tmp_path):
     """Train a module; return the run directory."""
 
     def run(name, *overrides, status=0):
-        recipe = {
-            "defaults": [{"override /task": "lightning"}, {"override /logger": "jsonl"}],
-            "model": {"_target_": f"{STEPS}.{name}", "folder": str(tmp_path)},
-            "data": {
-                "shuffle": False,
-                "datasets": {
-                    "_target_": "framework.tasks.lightning.datamodule",
-                    "module": {"_target_": f"{STEPS}.Data"},
-                },
-            },
-            "trainer": {"max_epochs": 3, "num_threads": 1, "log_every_n_steps": 1, **SETTINGS.get(name, {})},
-        }
-        write_recipe(tmp_path, "continued", recipe)
+        write_recipe(tmp_path, "continued", recipe_of(name, tmp_path))
         return train("recipe=continued", *overrides, status=status)
 
     return run

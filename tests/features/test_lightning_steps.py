@@ -9,13 +9,12 @@ import sys
 import pytest
 import torch
 
-from tests.features.lightning_step_settings import SETTINGS
+from tests.features.lightning_step_settings import SETTINGS, STEPS, recipe_of
 from tests.helpers import results
 from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
 from tests.helpers.trackers import wandb_curve, wandb_run
 
-STEPS = "tests.features.lightning_steps"
 QUICK = ("Hooked", "Gan", "PlainLBFGS", "WithCallbacks", "Stopping", "Averaged")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in SETTINGS]
 TWO = ("topology.procs_per_node=2", "data.batch_size=4", "data.eval_batch_size=4")
@@ -49,19 +48,7 @@ def run(train, tmp_path):
     """Train a module; return the run directory."""
 
     def run(name, *overrides, status=0):
-        recipe = {
-            "defaults": [{"override /task": "lightning"}, {"override /logger": "jsonl"}],
-            "model": {"_target_": f"{STEPS}.{name}", "folder": str(tmp_path)},
-            "data": {
-                "shuffle": False,
-                "datasets": {
-                    "_target_": "framework.tasks.lightning.datamodule",
-                    "module": {"_target_": f"{STEPS}.Data"},
-                },
-            },
-            "trainer": {"max_epochs": 3, "num_threads": 1, "log_every_n_steps": 1, **SETTINGS.get(name, {})},
-        }
-        write_recipe(tmp_path, "steps", recipe)
+        write_recipe(tmp_path, "steps", recipe_of(name, tmp_path))
         return train("recipe=steps", *overrides, status=status)
 
     return run
