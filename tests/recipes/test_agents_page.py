@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,9 @@ def test_the_page_leads_from_an_empty_folder_to_a_tuned_recipe(tmp_path: Path) -
     blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     script = tmp_path / "script.sh"
     script.write_text("".join(["set -euxo pipefail\n", *blocks]))
-    with started_program("bash", str(script), cwd=tmp_path) as started:
+    # The page's `python` is the one that runs the tests, also where no environment is activated.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with started_program("bash", str(script), cwd=tmp_path, env={"PATH": path}) as started:
         status = started.wait(timeout=380)
         assert status == 0, started.stderr()
         started.assert_all_gone()
