@@ -53,6 +53,7 @@ from framework.errors import (
     FrameworkError,
     StoppedBySignalError,
 )
+from framework.remote.place import outputs_folder
 from framework.system.output import answer, check_answered, tolerant_output
 from framework.system.run_dir import new_name
 from framework.system.shown_text import shown
@@ -417,7 +418,7 @@ class _Command:
         if number is not None:
             # The command that would run this trial alone.
             arguments = [*self._own_flags(), *filter(names_a_run, base.typed), *overrides]
-            folder = Path(config.path.outputs, "multirun")
+            folder = outputs_folder(config.path) / "multirun"
             # The models of a sweep are in runs of their own, and what they gave is in one place.
             if parent_run is not None and not self._models:
                 folder = parent_run / config.job

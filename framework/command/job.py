@@ -19,6 +19,7 @@ from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Config
 from framework.config.targets import import_target
 from framework.errors import ConfigError, RequestError, TargetError
+from framework.remote.place import check_protocol, is_url, outputs_folder
 from framework.system.formatting import display_path, format_facts
 from framework.system.run_dir import RunDir
 
@@ -191,6 +192,7 @@ def _mistakes(job: Job, config: Config) -> Iterator[str]:
     """Yield what is wrong between the keys that every job knows, then the job's own `mistakes`."""
     if config.args and config.job in JOBS:
         yield f"args.{next(iter(config.args))} is for a function of yours (job=package.module.function). Leave it out."
+    yield from _place_mistakes(config)
     yield from _weights_mistakes(job, config)
     yield from _start_mistakes(job, config)
     yield from _runs_mistakes(job, config)
@@ -198,6 +200,17 @@ def _mistakes(job: Job, config: Config) -> Iterator[str]:
     # Jobs on runs build nothing.
     if "runs" not in job.sections:
         yield from source_mistakes(config)
+
+
+def _place_mistakes(config: Config) -> Iterator[str]:
+    """Yield what is wrong with a URL as `path.outputs`."""
+    if not is_url(config.path.outputs):
+        return
+    try:
+        outputs_folder(config.path)
+        check_protocol(config.path.outputs)
+    except ConfigError as error:
+        yield f"path.outputs={error}"
 
 
 def _weights_mistakes(job: Job, config: Config) -> Iterator[str]:

@@ -27,9 +27,11 @@ from framework.config.other_names import value_advice
 from framework.config.overrides import key_of, merge_overrides, resume_argument, search_path_override
 from framework.config.renamed import present_overrides, removed_settings, without_removed
 from framework.config.saved import SavedRun, load_checkpoint, load_rerun, load_saved, objects_of
+from framework.config.schema import PathConfig
 from framework.config.secrets import masked_override, missing_secrets
 from framework.config.values import show
 from framework.errors import ConfigError
+from framework.remote.place import outputs_folder
 from framework.sweeps.find import is_sweep
 from framework.system.formatting import display_path
 from framework.system.run_dir import RunDir
@@ -152,8 +154,8 @@ def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
     job = composed["job"]
     if not load_job(job).trains:
         raise ConfigError(f"resume=auto can't go with job={job}: it continues a training run. Leave it out.")
-    folder = Path(composed["path"]["outputs"]) / composed["recipe"]
-    run_dir = newest_unfinished(folder.absolute(), is_own=_is_own)
+    folder = _outputs_of(composed) / composed["recipe"]
+    run_dir = newest_unfinished(folder, is_own=_is_own)
 
     # The other nodes do the same.
     if composed["topology"]["node_rank"] == 0:
@@ -260,8 +262,14 @@ def own_outputs(typed: Sequence[str], *, compose: Compose, recipe: Any = None) -
         # It is raised if there is no such recipe here, or outputs are swept over.
         with suppress(ConfigError):
             composed = compose(overrides)
-            outputs[Path(composed["path"]["outputs"]).expanduser().absolute()] = None
+            outputs[_outputs_of(composed)] = None
     return list(outputs)
+
+
+def _outputs_of(composed: Mapping[str, Any]) -> Path:
+    """Return the folder of `path.outputs` in a composed configuration."""
+    path = composed["path"]
+    return outputs_folder(PathConfig(outputs=str(path["outputs"]), cache=path.get("cache")))
 
 
 def is_trusted(typed: Sequence[str]) -> bool:

@@ -26,6 +26,7 @@ from framework.launch.handshake import RunSpec, make_visible
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import FailureReport, render
+from framework.remote.place import RemotePlace, is_url, outputs_folder
 from framework.runs.record import RunStart, record_end, record_start
 from framework.system.files import read_bytes
 from framework.system.formatting import display_path
@@ -260,11 +261,13 @@ def _run_dir(request: Request, *, trains: bool) -> AbstractContextManager[RunDir
         check_regular_files(run_dir)
         return nullcontext(run_dir)
 
+    if is_url(config.path.outputs):
+        RemotePlace.of_url(config.path.outputs, cache=config.path.cache).make_local()
     if request.parent_run is not None:
         check_no_way_out(RunDir(request.parent_run))
     if request.sub_run is not None:
         return new_run_dir(request.sub_run.parent, name=request.sub_run.name)
-    parent = request.parent_run or Path(config.path.outputs, config.recipe)
+    parent = request.parent_run or outputs_folder(config.path) / config.recipe
     if not trains:
         parent /= config.job
     return new_run_dir(parent)

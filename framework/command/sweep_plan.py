@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
 from framework.command.launcher import place
 from framework.command.request import Request
 from framework.command.slots import Slot, make_slots
 from framework.config.schema import SweepConfig
+from framework.remote.place import outputs_folder
 from framework.runs.find import find_runs
 from framework.sweeps.folder import SWEEPS
 from framework.sweeps.table import distinguishing
@@ -61,7 +61,7 @@ def _place_text(slots: Sequence[Slot]) -> str:
 def _time_text(requests: Sequence[Request], *, num_slots: int) -> str:
     """Return an estimate by earlier runs of the same recipe."""
     config = requests[0].config
-    outputs = Path(config.path.outputs).absolute()
+    outputs = outputs_folder(config.path)
     seconds = []
     for folder in (outputs / config.recipe, outputs / SWEEPS):
         for record in find_runs(folder).records:

@@ -409,8 +409,10 @@ class SweepConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PathConfig:
-    # The folder of all run directories.
+    # The folder of all run directories, or a URL such as s3://BUCKET/FOLDER.
     outputs: str
+    # The folder of the local sides of URLs. null: framework/outputs in XDG_CACHE_HOME, or in ~/.cache.
+    cache: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

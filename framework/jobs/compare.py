@@ -16,11 +16,11 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
 from framework.errors import ConfigError
+from framework.remote.place import outputs_folder
 from framework.runs.compare import Section, compare, render
 from framework.runs.find import named_runs
 from framework.runs.listing import csv_cell, json_text
@@ -41,7 +41,7 @@ class Compare(Job):
         """Print what differs. Raises ConfigError for a path that is no run, or fewer than two runs."""
         settings = request.config.runs
         paths = settings.paths or ()
-        records = named_runs(paths, outputs=Path(request.config.path.outputs).absolute()).records
+        records = named_runs(paths, outputs=outputs_folder(request.config.path)).records
         if len(records) < 2:
             raise ConfigError(f"job=compare needs two or more runs, and {','.join(paths)} is one. Use runs=[RUN,RUN].")
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
 from framework.errors import ConfigError
+from framework.remote.place import outputs_folder
 from framework.runs.find import find_runs, named_place, named_runs
 from framework.runs.listing import csv_text, json_text, list_text, matching, ordered, plain
 from framework.runs.record import print_left_out
@@ -50,7 +51,7 @@ class Runs(Job):
     def run(self, request: Request) -> JobResult:
         """Print the list. Raises ConfigError for a wrong condition, name or path."""
         settings = request.config.runs
-        outputs = Path(request.config.path.outputs).absolute()
+        outputs = outputs_folder(request.config.path)
         if settings.paths is None:
             found = find_runs(outputs)
             where = display_path(outputs)

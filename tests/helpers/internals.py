@@ -256,6 +256,7 @@ if TYPE_CHECKING:
     from framework.optim.precision import PrecisionPlugin
     from framework.optim.schedule import Schedule
     from framework.optim.schedule_replay import Change, Rebuild
+    from framework.remote.place import RemotePlace
     from framework.runs import record as record_module
     from framework.runs.find import find_runs
     from framework.runs.record import RunStart, read_rows, read_run, record_end, record_start

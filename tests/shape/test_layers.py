@@ -27,7 +27,7 @@ LAYERS: tuple[set[str], ...] = (
     {"monitoring"},
     {"launch"},
     {"strategies", "data", "checkpoint", "loggers", "callbacks"},
-    {"tasks", "optim"},
+    {"tasks", "optim", "remote"},
     {"training"},
     {"runs", "sweeps", "engine"},
     {"command"},

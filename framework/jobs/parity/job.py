@@ -26,7 +26,6 @@ import shutil
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from framework.command.job import Job
@@ -38,6 +37,7 @@ from framework.data.batching import plan_batches
 from framework.errors import ConfigError, TopologyError
 from framework.jobs.train import Train
 from framework.launch.fork_server import call_in_child
+from framework.remote.place import outputs_folder
 from framework.system.formatting import display_path, format_count
 from framework.system.hardware import count_gpus
 from framework.system.run_dir import new_name, write_object
@@ -58,7 +58,7 @@ class Parity(Job):
         """Compare, print and write the answer. Raises FrameworkError for what can't be compared."""
         config = request.config
         topology, processes, batch_size = check_setup(request)
-        folder = Path(config.path.outputs, config.recipe, "parity", new_name())
+        folder = outputs_folder(config.path) / config.recipe / "parity" / new_name()
         steps = format_count(config.parity.steps, "step")
         print(f"Comparing {config.recipe} with 1 process and with {processes}: {steps} of {batch_size} samples")
         print(display_path(folder), flush=True)

@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from framework.engine.state_bytes import average_bytes, checkpoint_bytes, optimi
 from framework.errors import DataError, describe_error
 from framework.optim.objectives import objectives_of
 from framework.optim.param_groups import ParamGroups
+from framework.remote.place import outputs_folder
 from framework.strategies.activation_checkpointing import apply_activation_checkpointing
 from framework.strategies.base import Strategy, StrategyCosts
 from framework.strategies.pipeline_stages import split_into_stages
@@ -99,7 +99,7 @@ def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]
     if objectives is not None:
         strategy.allow_unused_parameters()
     # Nothing is written to this directory.
-    run_dir = RunDir(Path(config.path.outputs))
+    run_dir = RunDir(outputs_folder(config.path))
     callbacks = build_callbacks(config.callbacks, context=context, run_dir=run_dir)
     requested_steps: EpochSteps | None = EpochSteps(EpochSizes(_STAND_IN_STEPS * plan.global_batch_size), plan)
     if datasets is not None:

@@ -40,7 +40,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from framework.command.equivalents import commands, environment
@@ -104,7 +103,7 @@ def make_plan(request: Request, placement: Placement) -> dict[str, Any]:
             "timeout_s": config.backend.timeout,
         },
         **estimates,
-        "run_dir": str(Path(config.path.outputs, config.recipe, "<date>_<time>_<4 hex>")),
+        "run_dir": "/".join([config.path.outputs.rstrip("/"), config.recipe, "<date>_<time>_<4 hex>"]),
         "environment": environment(config, topology),
         "commands": commands(request, topology, own_keys=Plan.sections),
     }
