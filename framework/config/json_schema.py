@@ -1,7 +1,8 @@
-"""The JSON Schema of a recipe's YAML, by which editors complete keys and mark mistakes.
+"""The JSON Schema of the YAML files, by which editors complete keys and mark mistakes.
 
 Its keys, ranges and descriptions are those of `framework.config.schema`; the options of groups, and the targets with
-their keywords, are those of the folders of YAML files that it is made for.
+their keywords, are those of the folders of YAML files that it is made for. The root is a recipe; the file of another
+group is `#/definitions/GROUP`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from framework.config import schema, source
 from framework.config.jobs import JOBS
 from framework.config.keys import Key, keys_of
 from framework.config.nested import walk
+from framework.config.optimizers import OWN_KEYS
 from framework.config.schema import Config, Duration, FunctionName, JobName, Node, Texts
 from framework.config.targets import NODE_KEYS
 from framework.config.yaml_files import load_yaml
@@ -26,15 +28,31 @@ from framework.errors import TargetError
 
 SCHEMA_NAME = "schema.json"
 
-_INTERPOLATION = {"type": "string", "pattern": r"^\$\{"}
+# What a node may have beside its target's keywords: `freeze` is for models, the others are for optimizers.
+_OTHER_KEYS = f"^({'|'.join((*NODE_KEYS, 'freeze', *OWN_KEYS))})$"
+# Or `???`, for a value that another file has to set.
+_INTERPOLATION = {"type": "string", "pattern": r"^(\$\{|\?\?\?$)"}
 _DURATION = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^\d+(\.\d+)?[smhd]$"}]}
+_DEFAULTS = {"$ref": "#/definitions/defaults"}
+# A keyword of a target: a node, what has nodes inside, or anything else.
+_VALUE: dict[str, Any] = {
+    "if": {"type": "object", "required": ["_target_"]},
+    "then": {"$ref": "#/definitions/node"},
+    "else": {"items": {"$ref": "#/definitions/value"}, "additionalProperties": {"$ref": "#/definitions/value"}},
+}
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BOUNDS = {"at_least": "minimum", "at_most": "maximum", "above": "exclusiveMinimum"}
 
 
 def json_schema(folders: Sequence[Path]) -> str:
     """Return the schema of recipes, as JSON. folders: those that hold the groups' folders."""
+    options = options_of(folders)
     properties = {key.name: _of_key(key, section=Config) for key in keys_of(Config)}
-    properties["defaults"] = _defaults(options_of(folders))
+    definitions = {"node": _node(targets_of(folders)), "value": _VALUE, "defaults": _defaults(options)}
+    for group in options:
+        if group in properties:
+            definitions[group] = _of_option(properties[group])
+    properties["defaults"] = _DEFAULTS
     properties["hydra"] = {"type": "object", "description": "Settings of Hydra, such as hydra.searchpath."}
     content = {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -43,7 +61,7 @@ def json_schema(folders: Sequence[Path]) -> str:
         "type": ["object", "null"],
         "additionalProperties": False,
         "properties": properties,
-        "definitions": {"node": _node(targets_of(folders))},
+        "definitions": definitions,
     }
     return json.dumps(content, indent=1) + "\n"
 
@@ -88,6 +106,20 @@ def _defaults(options: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         "description": "Options of groups: `override /optimizer: adam`.",
         "items": {"anyOf": [{"type": "string"}, entry]},
     }
+
+
+def _of_option(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a file that is an option of a group, given that of the group's key in a recipe."""
+    # An empty file, or one that only has comments, is null. An editor that loads a part of a schema takes the keywords
+    # that the part lacks from the root, so it has all of these.
+    option = {"title": "An option of a group", "type": ["object", "null"], "properties": {"defaults": _DEFAULTS}}
+    if "properties" in described:
+        option["properties"] |= described["properties"]
+        return {**option, "additionalProperties": False}
+    # One with a defaults list is completed by other files.
+    is_whole = {"type": "object", "not": {"required": ["defaults"]}}
+    own = {"if": is_whole, "then": {"anyOf": described["anyOf"]}}
+    return {**option, "additionalProperties": True, "allOf": [own]}
 
 
 def _of_section(section: type) -> dict[str, Any]:
@@ -153,29 +185,38 @@ def _node(targets: Sequence[str]) -> dict[str, Any]:
     known = []
     for target in targets:
         keywords = _keywords(target)
-        if keywords:
+        if keywords is not None:
             is_target = {"properties": {"_target_": {"const": target}}, "required": ["_target_"]}
-            known.append({"if": is_target, "then": {"properties": {name: {} for name in keywords}}})
+            known.append({"if": is_target, "then": keywords})
+    value = {"$ref": "#/definitions/value"}
     properties: dict[str, Any] = {name: {} for name in NODE_KEYS}
+    properties["_args_"] = value
     properties["_target_"] = {
         "type": "string",
         "description": "What is imported and called.",
         "examples": list(targets),
     }
-    node: dict[str, Any] = {"type": "object", "properties": properties}
+    node: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": value}
     if known:
         node["allOf"] = known
     return node
 
 
-def _keywords(target: str) -> list[str]:
-    """Return the keywords of a target, as far as its source shows them."""
+def _keywords(target: str) -> dict[str, Any] | None:
+    """Return the schema of a target's keywords, as far as its source shows them; None if it shows nothing."""
     try:
-        parameters = source.signature(source.look_up(target)) or {}
+        found = source.look_up(target)
+        parameters = source.signature(found)
     except TargetError:
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
+        return None
+    if parameters is None:
+        return None
+    names = [name for name, parameter in parameters.items() if parameter.kind in _NAMED]
+    keywords: dict[str, Any] = {"properties": {name: {} for name in names}}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_any and source.is_ordinary(found):
+        keywords |= {"patternProperties": {_OTHER_KEYS: {}}, "additionalProperties": False}
+    return keywords
 
 
 @cache

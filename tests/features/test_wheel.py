@@ -63,8 +63,9 @@ def test_the_wheel_has_one_top_level_package(distributions: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     top_level = {name.partition("/")[0] for name in names}
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"framework"}
-    for data in ("conf/config.yaml", "docs/limits.md", "installed/recipes/digits.py", "py.typed"):
-        assert f"framework/{data}" in names
+    data = ("conf/config.yaml", "conf/schema.json", "docs/AGENTS.md", "installed/recipes/digits.py", "py.typed")
+    for name in data:
+        assert f"framework/{name}" in names
 
 
 def test_the_source_distribution_has_what_the_repository_has(distributions: Path) -> None:

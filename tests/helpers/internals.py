@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from framework.config.jobs import FUNCTION, JOBS
     from framework.config.json_schema import json_schema
     from framework.config.keys import known_keys
+    from framework.config.nested import walk as walk_nested
     from framework.config.optimizers import optimizer_configs
     from framework.config.other_names import ADVICE
     from framework.config.overrides import merge_overrides, normalize_override, quoted, resume_argument
