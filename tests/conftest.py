@@ -19,6 +19,7 @@ from tests.helpers.trust import trusting
 
 if TYPE_CHECKING:
     from tests.helpers.internals import ForkServer
+    from tests.helpers.s3 import S3
 
 DATA_VARIABLE = "FRAMEWORK_TEST_DATA"
 
@@ -109,6 +110,24 @@ def fork_server() -> Iterator[ForkServer]:
     server = OwnForkServer((*PRELOAD, *SLOW_TO_IMPORT))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def s3_for_all() -> Iterator[S3]:
+    """One S3 server for all tests: moto takes seconds to load."""
+    from tests.helpers.s3 import s3_server
+
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_for_all: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    """An S3 server, which this process and those that it starts use. Its faults end with the test."""
+    for name, value in s3_for_all.env.items():
+        monkeypatch.setenv(name, value)
+    yield s3_for_all
+    s3_for_all.set_fault(count=0)
 
 
 def run_dirs(folder: Path) -> set[Path]:

@@ -52,3 +52,23 @@ def test_a_url_that_cannot_be_used_is_refused(command: Command, url: str, said: 
     assert said in answer.err
     assert "secret" not in answer.err
     assert not Path("outputs").exists()
+
+
+# The server of the tests
+
+
+def test_the_server_fails_as_asked(s3) -> None:
+    bucket = s3.new_bucket()
+    files = s3.filesystem()
+    files.pipe_file(f"{bucket}/a", b"content" * 100)
+    with s3.fault(status=403), pytest.raises(PermissionError):
+        files.cat_file(f"{bucket}/a")
+    with s3.fault(cut_after=10, requests=f"GET /{bucket}/a", count=1):
+        # s3fs asks again.
+        assert files.cat_file(f"{bucket}/a") == b"content" * 100
+    s3.flip_bit(f"{bucket}/a")
+    damaged = files.cat_file(f"{bucket}/a")
+    assert len(damaged) == 700
+    assert damaged != b"content" * 100
+    with pytest.raises(FileExistsError):
+        files.pipe_file(f"{bucket}/a", b"other", mode="create")

@@ -105,8 +105,10 @@ def _threads() -> Check:
     before = set(threading.enumerate())
 
     def find() -> list[threading.Thread]:
-        # tqdm's own, begun with the first bar that a library shows, is for the rest of the process.
-        return [each for each in threading.enumerate() if each not in before and each.name != "tqdm_monitor"]
+        # For the rest of the process: tqdm's, begun with the first bar that a library shows, and those of fsspec's
+        # event loop.
+        lasting = ("tqdm_monitor", "fsspecIO", "asyncio_")
+        return [each for each in threading.enumerate() if each not in before and not each.name.startswith(lasting)]
 
     return lambda: [f"thread {thread.name!r}" for thread in processes.settle(find, within_s=GRACE_S)]
 
