@@ -24,7 +24,7 @@ NEXT_TESTS := tests/unit/config tests/unit/sweeps tests/unit/test_composing.py t
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test test-all test-next gpu gpu-test gpu-wheels lint check format wheel pictures clean
+.PHONY: help install train test test-all test-next gpu gpu-test gpu-wheels lint check format wheel docs pictures clean
 
 help:
 	@echo "make install   make $(VENV) and install the project and its tools in it"
@@ -39,6 +39,7 @@ help:
 	@echo "make check     types (mypy)"
 	@echo "make format    format the code and fix what ruff can fix"
 	@echo "make wheel     build dist/*.whl and dist/*.tar.gz"
+	@echo "make docs      build the documentation's site, build/docs/index.html, without a network"
 	@echo "make pictures  make the pictures of README and docs again; needs chromium"
 	@echo "make clean     remove $(VENV), $(NEXT), dist and caches; outputs stay"
 
@@ -103,6 +104,12 @@ format: install
 
 wheel: install
 	"$(BIN)/python" -m build
+
+# Built anew each time: what is generated from the code isn't among the files that Sphinx compares.
+docs: install
+	rm -rf build/docs
+	"$(BIN)/python" -m sphinx -W --keep-going -q -E -b html -d build/doctrees -c docs/site . build/docs
+	@echo "Built build/docs/index.html"
 
 pictures: install
 	"$(BIN)/python" -m docs.pictures
