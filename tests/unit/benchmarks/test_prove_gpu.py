@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks import gpu_wheels, prove_gpu
 from benchmarks.gpu_events import PREFIX
@@ -226,12 +228,15 @@ def test_reports_are_joined_with_what_differs(tmp_path: Path) -> None:
 # The wheels
 
 
-def test_the_wheels_cover_all_but_torch() -> None:
-    listed = gpu_wheels.read_requirements().keys()
+def test_the_wheels_have_the_projects_versions_of_all_but_torch() -> None:
+    listed = gpu_wheels.read_requirements()
     project = (ROOT / "pyproject.toml").read_text()
-    needed = re.findall(r'"([\w-]+)[^"]*"', project[project.index("dependencies = [") : project.index("[project.opt")])
-    assert {name.lower() for name in needed} - WITH_TORCH <= listed
-    assert {"pytest", "pytest-timeout", "hypothesis", "lightning", "accelerate"} <= listed
+    dependencies = project[project.index("dependencies = [") : project.index("[project.opt")]
+    for text in re.findall(r'"([^"]+)"', dependencies):
+        needed = Requirement(text)
+        if needed.name not in WITH_TORCH:
+            assert str(listed[canonicalize_name(needed.name)].specifier) == str(needed.specifier), text
+    assert {"pytest", "pytest-timeout", "hypothesis", "lightning", "accelerate"} <= listed.keys()
 
 
 def test_torch_and_installed_packages_are_left_out() -> None:
@@ -251,7 +256,7 @@ def test_torch_and_installed_packages_are_left_out() -> None:
     ]
     have = gpu_wheels.read_pip_list(
         "Package      Version\n------------ ------------\nPyTest       8.1.0\nrich         14.0.0\n"
-        "torch        2.11.0+cu130\nomegaconf==2.4.0.dev3\n"
+        "torch        2.11.0+cu130\nomegaconf==2.5.0.dev3\n"
     )
     assert have["torch"] == "2.11.0+cu130"
     wanted = gpu_wheels.to_download(packages, have=have, requirements=gpu_wheels.read_requirements())
