@@ -34,6 +34,7 @@ from framework.config.hydra_compose import (
     flag_parser,
     hydra_for,
     parse_flags,
+    refuse_replaced,
     refuse_unused,
     resolved,
     search_path,
@@ -235,6 +236,8 @@ class _Command:
                     sweep = self._sweep_request(config, typed=of_command, overrides=overrides, saved=saved)
                 else:
                     _refuse_sweep_keys(overrides)
+                    if is_new:
+                        refuse_replaced(overrides, config)
                     raw, task_overrides = resolved(config)
             if is_sweep:
                 from framework.command.sweep import run_sweep
@@ -388,6 +391,8 @@ class _Command:
         overrides = [text for text in overrides if text not in models]
         with self._explained(typed):
             config = self._compose([*of_hydra, f"hydra.job.num={number}", *overrides])
+            if base.found is None:
+                refuse_replaced(overrides, config)
             raw, task_overrides = resolved(config)
         return self._request(raw, task_overrides, base=base, number=number)
 

@@ -331,6 +331,66 @@ def refuse_unused(typed: Sequence[str], config: DictConfig, *, compose: Callable
         )
 
 
+# What an option without keys chooses.
+_NOTHING = "nothing"
+
+
+def refuse_replaced(typed: Sequence[str], config: DictConfig) -> None:
+    """Raise ConfigError for typed options that a recipe, which is applied last, leaves without an effect.
+
+    Args:
+        typed: the overrides of one run.
+        config: what they compose, unresolved.
+    """
+    mistakes = []
+    for text in typed:
+        group, _, option = text.partition("=")
+        if group not in config or OmegaConf.is_interpolation(config, group) or not OmegaConf.is_dict(config[group]):
+            continue
+        section: Any = OmegaConf.to_container(config[group], resolve=False)
+        others = tuple(key_of(other) for other in typed if other != text)
+        for name, chosen in _choices_of(group, option, section).items():
+            key = f"{group}.{name}"
+            present = _target_in(section.get(name))
+            is_typed = any(other in (key, group) or other.startswith(f"{key}.") for other in others)
+            if present == chosen or is_typed:
+                continue
+            remedy = "Remove it there."
+            if chosen == _NOTHING:
+                remedy = f"Type ~{key}"
+            elif chosen is None:
+                remedy = f"Type {key}=null"
+            mistakes.append(f"{text} has no effect: the recipe sets {key} itself, to {present}. {remedy}")
+    raise_mistakes(mistakes)
+
+
+def _choices_of(group: str, option: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an option is about: targets by their names in the section; none if it only sets values.
+
+    That is `_target_`, or its first key if that has a target or is null. An option without keys, such as
+    `callbacks=none`, is about all that the section has.
+    """
+    loader: Any = current_hydra().config_loader
+    repository = loader.repository
+    if not group.isidentifier() or not repository.config_exists(f"{group}/{option}"):
+        return {}
+    content: Any = OmegaConf.to_container(repository.load_config(f"{group}/{option}").config, resolve=False)
+    if not content:
+        return dict.fromkeys(section, _NOTHING)
+    name = "_target_" if "_target_" in content else next(iter(content))
+    target = _target_in(content[name])
+    if name == "_target_" or target != content[name] or target is None:
+        return {name: target}
+    return {}
+
+
+def _target_in(value: Any) -> Any:
+    """Return the target of a node, and any other value as it is."""
+    if isinstance(value, dict):
+        return value.get("_target_")
+    return value
+
+
 # Composing
 
 

@@ -109,6 +109,12 @@ ALONE = {
     "recipe=unindented": "Indent it below its section",
     "recipe=no_package": "The first line of a recipe's file must be `# @package _global_`.",
     "recipe=own_dir": "hydra.run.dir=runs/${now:%Y} has no effect here.",
+    "recipe=own_parts scheduler=none": "the recipe sets scheduler.schedule itself, to framework.optim.cosine. Type "
+    "scheduler.schedule=null",
+    "recipe=own_parts scheduler=step": "scheduler=step has no effect: the recipe sets scheduler.schedule itself",
+    "recipe=own_parts model=cnn": "model=cnn has no effect: the recipe sets model._target_ itself, to recipes.toy",
+    "recipe=own_parts callbacks=none": "callbacks=none has no effect: the recipe sets callbacks.ema itself",
+    "-m recipe=own_parts scheduler=none,cosine": "scheduler=none has no effect",
     "recipe=devices": "trainer.devices=2: there is no such key. Type trainer.gpus=2",
 }
 """Commands."""
@@ -131,6 +137,9 @@ FILES = {
     "short": RECIPE.format(task="override /task: regression") + "model: recipes.toy.ToyModel\n",
     "unindented": RECIPE.format(task="override /task: regression") + "model:\n_target_: recipes.toy.ToyModel\n",
     "own_dir": RECIPE.format(task="override /task: regression") + "hydra: {run: {dir: 'runs/${now:%Y}'}}\n",
+    "own_parts": RECIPE.format(task="override /task: regression")
+    + "model: {_target_: recipes.toy.ToyModel}\nscheduler: {schedule: {_target_: framework.optim.cosine}}\n"
+    + "callbacks: {ema: {_target_: framework.callbacks.EMAWeightAveraging}}\n",
     "devices": RECIPE.format(task="override /task: regression") + "trainer: {devices: 2}\n",
 }
 """Recipes by name."""
