@@ -74,7 +74,12 @@ def change_optimizers(config: Config, saved: dict[str, Any], state: TrainState) 
         changes: dict[int, dict[str, Change]] = {}
         for number, group in enumerate(optimizer.param_groups):
             label = group.get("name", now.name)
-            group_changes = _changes_of_group(optimizer, now.settings(label), before.settings(label))
+            settings_now = now.settings(label)
+            settings_before = before.settings(label)
+            for name in {**settings_before, **settings_now}:
+                if name not in group and settings_now.get(name) != settings_before.get(name):
+                    raise _without_effect(now, name, group)
+            group_changes = _changes_of_group(optimizer, settings_now, settings_before)
             if group_changes:
                 changes[number] = group_changes
             key = now.key
@@ -106,6 +111,19 @@ def _changes_of_group(optimizer: Optimizer, now: Node, before: Node) -> dict[str
         if is_known and change.before != change.now:
             changes[name] = change
     return changes
+
+
+def _without_effect(optimizer: OptimizerConfig, name: str, group: Node) -> ConfigError:
+    """Return the error for an argument of the target that is no setting of the optimizer which the target returns.
+
+    Only the target knows what it makes of it, and the restored optimizer has the values of the checkpoint.
+    """
+    settings = [key for key in group if key in optimizer.node]
+    return ConfigError(
+        f"resume can't change {optimizer.key}.{name}: it is an argument of {optimizer.node['_target_']}, not a setting "
+        f"of the optimizer that the checkpoint has. Those that may change: {', '.join(settings)}.\n"
+        f"Keep {name} as it was, or start a new run from these weights with init_from."
+    )
 
 
 def _choices(configs: list[OptimizerConfig]) -> list[str]:

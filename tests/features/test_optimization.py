@@ -198,3 +198,31 @@ def test_an_ineffective_learning_rate_is_refused(train, capfd):
     run = train(*own, "trainer.max_steps=5")
     train(f"resume={run}", "trainer.max_steps=8", "optimizer.lr=0.5", status=2)
     assert "optimizer.lr=0.5 has no effect: OneCycleLR sets it" in capfd.readouterr().err
+
+
+LAYER_DECAY = """
+from torch.optim import AdamW
+
+def adamw(params, model, lr, layer_decay=0.5, weight_decay=0.01):
+    layers = [module for module in model.modules() if list(module.parameters(recurse=False))]
+    groups = []
+    for height, layer in enumerate(reversed(layers)):
+        groups.append({"params": list(layer.parameters(recurse=False)), "lr": lr * layer_decay**height})
+    return AdamW(groups, lr=lr, weight_decay=weight_decay)
+"""
+
+
+@pytest.mark.parametrize(
+    "key", ["+optimizer.layer_decay", pytest.param("optimizer.layer_decay", marks=pytest.mark.exhaustive)]
+)
+def test_what_only_the_target_knows_cannot_change(train, tmp_path, capfd, key):
+    """The optimizer's own settings can, of the target's groups, too."""
+    (tmp_path / "decayed.py").write_text(LAYER_DECAY)
+    given = ",layer_decay:0.75" if key.startswith("optimizer") else ""
+    own = (*SHORT, "~optimizer", f"+optimizer={{_target_:decayed.adamw,lr:0.01{given}}}", "trainer.max_steps=2")
+    run = train(*own)
+    train(f"resume={run}", "trainer.max_steps=3", f"{key}=0.9", status=2)
+    refusal = capfd.readouterr().err
+    assert "resume can't change optimizer.layer_decay: it is an argument of decayed.adamw" in refusal
+    resumed = train(f"resume={run}", "trainer.max_steps=3", "optimizer.lr=0.02", "+optimizer.weight_decay=0.1")
+    assert "changed since the checkpoint: optimizer.lr=0.02, optimizer.weight_decay=0.1" in results.log(resumed)
