@@ -133,7 +133,7 @@ def build_trainer(
             _after_validation,
             setup,
             train_loader.steps,
-            built=monitored(callbacks, checkpoints),
+            monitors=monitored(config, callbacks=callbacks, checkpoints=checkpoints),
             monitor=checkpoint_settings.monitor,
         ),
         check_run_dir=_run_dir_check(setup),
@@ -274,16 +274,16 @@ def _has_sparse_gradients(model: nn.Module) -> bool:
 
 
 def _after_validation(
-    setup: RankSetup, steps: EpochSteps | None, info: EvalInfo, *, built: Mapping[str, str], monitor: str | None
+    setup: RankSetup, steps: EpochSteps | None, info: EvalInfo, *, monitors: Mapping[str, str], monitor: str | None
 ) -> None:
     """Show the monitored metric in the rank status. Raises ConfigError if one that is monitored is never computed.
 
     Args:
         steps: of each epoch; None if unknown.
-        built: the monitored metrics, by what `monitored` returned.
+        monitors: what `monitored` returned.
         monitor: that of checkpoints.
     """
-    check_metrics(setup.config, info.metrics, built=built)
+    check_metrics(monitors, info.metrics)
     if monitor is not None and monitor in info.metrics:
         number = _validation_number(setup.config.trainer, steps, info)
         setup.link.rank_status.set_validation(number, info.metrics[monitor])

@@ -180,14 +180,14 @@ def _first_validation(config: Config, datasets: Datasets, *, steps: EpochSteps |
     return begin + steps.share(epoch + every_n_epoch, interval)
 
 
-def check_metrics(config: Config, metrics: Collection[str], *, built: Mapping[str, str] | None = None) -> None:
+def check_metrics(monitors: Mapping[str, str], metrics: Collection[str]) -> None:
     """Raise ConfigError if a monitored metric is never computed.
 
     Args:
+        monitors: what `monitored` returned.
         metrics: names of those that a validation computes; empty if there is no validation part.
-        built: what `monitored` returned, once the trainer is built.
     """
-    for key, metric in {**_monitored(config), **(built or {})}.items():
+    for key, metric in monitors.items():
         if metric in metrics:
             continue
         remedy = "data.datasets has no validation part: add one."
@@ -196,22 +196,23 @@ def check_metrics(config: Config, metrics: Collection[str], *, built: Mapping[st
         raise ConfigError(f"{key}={metric} is never computed. {remedy}{did_you_mean(nearest(metric, metrics))}")
 
 
-def monitored(callbacks: Mapping[str, Callback], checkpoints: CheckpointManager | None) -> dict[str, str]:
-    """Return the metrics that callbacks and checkpoints monitor, by config key. A task may have brought them."""
-    metrics = {}
-    for name, callback in callbacks.items():
-        if isinstance(callback, EarlyStopping):
-            metrics[f"callbacks.{name}.monitor"] = callback.monitor
-    if checkpoints is not None and checkpoints.monitor is not None:
-        metrics["checkpoint.monitor"] = checkpoints.monitor
-    return metrics
+def monitored(
+    config: Config, *, callbacks: Mapping[str, Callback] | None = None, checkpoints: CheckpointManager | None = None
+) -> dict[str, str]:
+    """Return the metrics that are monitored, by config key.
 
-
-def _monitored(config: Config) -> dict[str, str]:
-    """Return the metrics that are monitored, by config key."""
+    Args:
+        callbacks: those of the trainer, once it is built: a task may have brought some.
+        checkpoints: the trainer's, which may monitor what the task says.
+    """
     metrics = {"scheduler.monitor": config.scheduler.monitor}
     if config.checkpoint.enabled:
         metrics["checkpoint.monitor"] = config.checkpoint.monitor
+    if checkpoints is not None:
+        metrics["checkpoint.monitor"] = checkpoints.monitor
     for name, node in config.callbacks.items():
         metrics[f"callbacks.{name}.monitor"] = node.get("monitor")
+    for name, callback in (callbacks or {}).items():
+        if isinstance(callback, EarlyStopping):
+            metrics[f"callbacks.{name}.monitor"] = callback.monitor
     return {key: metric for key, metric in metrics.items() if metric is not None}

@@ -60,7 +60,7 @@ def run_rank(
         datasets = apply_overfit_batches(datasets, setup.config.trainer, setup.plan)
         if datasets.val is None:
             # Refuse a configuration that monitors a metric: none will be computed.
-            check_metrics(setup.config, ())
+            check_metrics(monitored(setup.config), ())
         train_loader = make_train_loader(setup, datasets)
 
         link.rank_status.set_phase(RankPhase.MEETING)
@@ -109,8 +109,8 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: TrainLoader, *, s
         _show_status(setup, "Checking the validation …")
         metric_names = trainer.sanity_check()
         if metric_names:
-            built = monitored(trainer.state.callbacks, trainer.checkpoints)
-            check_metrics(setup.config, metric_names, built=built)
+            monitors = monitored(setup.config, callbacks=trainer.state.callbacks, checkpoints=trainer.checkpoints)
+            check_metrics(monitors, metric_names)
 
         modules: dict[str, str] = {}
         if setup.context.is_main:

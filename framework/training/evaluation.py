@@ -155,11 +155,13 @@ def evaluation_mode(model: nn.Module, *, inference_mode: bool = False) -> Iterat
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
-    with torch.inference_mode() if inference_mode else torch.no_grad():
-        yield
-    # One by one: a frozen part stays in evaluation mode.
-    for module in training:
-        module.training = True
+    try:
+        with torch.inference_mode() if inference_mode else torch.no_grad():
+            yield
+    finally:
+        # One by one: a frozen part stays in evaluation mode.
+        for module in training:
+            module.training = True
 
 
 def eager() -> AbstractContextManager[Any]:

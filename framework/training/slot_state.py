@@ -142,18 +142,22 @@ class SlotState:
         """Set the attributes to what they were at first, and back afterwards: for evaluations, which may set them."""
         values = {attribute.name: getattr(self._holder, attribute.name) for attribute in self._attributes}
         self.reset()
-        yield
-        for name, value in values.items():
-            setattr(self._holder, name, value)
+        try:
+            yield
+        finally:
+            for name, value in values.items():
+                setattr(self._holder, name, value)
 
     @contextmanager
     def restored_afterwards(self) -> Iterator[None]:
         values = {}
         for attribute in self._attributes:
             values[attribute.name] = copy.deepcopy(getattr(self._holder, attribute.name))
-        yield
-        for name, value in values.items():
-            setattr(self._holder, name, value)
+        try:
+            yield
+        finally:
+            for name, value in values.items():
+                setattr(self._holder, name, value)
 
     # In checkpoints
 

@@ -248,13 +248,15 @@ class TrainState:
         """
         generators = generator_states(self.context.devices)
         buffers = {name: buffer.clone() for name, buffer in self.bare_model.named_buffers()}
-        with isolated(self.task):
-            yield
-        restore_generator_states(generators, devices=self.context.devices)
-        with torch.no_grad():
-            for name, buffer in self.bare_model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
+        try:
+            with isolated(self.task):
+                yield
+        finally:
+            restore_generator_states(generators, devices=self.context.devices)
+            with torch.no_grad():
+                for name, buffer in self.bare_model.named_buffers():
+                    if name in buffers:
+                        buffer.copy_(buffers[name])
 
     @contextmanager
     def restored_afterwards(self) -> Iterator[None]:
@@ -272,12 +274,14 @@ class TrainState:
             # A class may have one of the two only.
             for save, load in zip(save_hooks, load_hooks, strict=False):
                 states.append((load, copy.deepcopy(save())))
-        with self.slots.restored_afterwards():
-            yield
-        model.load_state_dict(weights)
-        restore_optimizer(self.optimizer, optimizer)
-        for load, state in states:
-            load(state)
+        try:
+            with self.slots.restored_afterwards():
+                yield
+        finally:
+            model.load_state_dict(weights)
+            restore_optimizer(self.optimizer, optimizer)
+            for load, state in states:
+                load(state)
 
     def evaluation_weights(self) -> ExitStack:
         """While entered, the bare model holds the weights to evaluate, equal on all ranks. Every rank must call it."""

@@ -107,6 +107,17 @@ def test_evaluation_restores_the_mode_of_every_module() -> None:
     assert not outputs[0].is_inference()
 
 
+def test_a_failed_evaluation_restores_them_too() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Linear(3, 1)).train()
+
+    def fail(model: nn.Module, batch: Any) -> None:
+        raise ValueError("of the model's own")
+
+    with pytest.raises(ValueError, match="of the model's own"):
+        run(model, fail)
+    assert all(module.training for module in model.modules())
+
+
 @pytest.mark.parametrize(
     ("precision", "batch", "output"),
     [

@@ -35,6 +35,7 @@ from framework.engine.data_checks import (
     check_source,
     check_streams,
     check_validation,
+    monitored,
     streams_of,
 )
 from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches, train_sizes
@@ -166,7 +167,7 @@ def _data(
         check_source(config, datasets, strategy, context)
         check_lists(config, datasets, processes=plan.world_size)
         if datasets.val is None:
-            check_metrics(config, ())
+            check_metrics(monitored(config), ())
         streams = streams_of(datasets)
 
     for part, dataset in datasets.parts.items():

@@ -99,9 +99,11 @@ class Log:
         in_step_before = self.in_step
         self._part = part
         self.in_step = in_step
-        yield
-        self._part = part_before
-        self.in_step = in_step_before
+        try:
+            yield
+        finally:
+            self._part = part_before
+            self.in_step = in_step_before
 
     def begin_batch(self, batch: Batch) -> None:
         self._batch = batch

@@ -650,21 +650,28 @@ class LightningTask:
         log = self._log.state_dict()
         batches_trained = self._batches_trained
         batch_idx = self._batch_idx
-        yield
-        self._log.load_state_dict(log)
-        self._batches_trained = batches_trained
-        self._batch_idx = batch_idx
-        self._finished = finished if self._is_repeating else None
+        try:
+            yield
+        finally:
+            self._log.load_state_dict(log)
+            self._batches_trained = batches_trained
+            self._batch_idx = batch_idx
+            self._finished = finished if self._is_repeating else None
 
     @contextmanager
     def repeating(self, num_batches: int) -> Iterator[None]:
         """In it, `training_step` computes batches of the step again, without the hooks around them."""
         log = self._log.state_dict()
+        batches_trained = self._batches_trained
         self._batches_trained -= num_batches
         self._is_repeating = True
-        yield
-        self._is_repeating = False
-        self._log.load_state_dict(log)
+        try:
+            yield
+        finally:
+            # The optimizer may catch what was raised, and try again.
+            self._is_repeating = False
+            self._batches_trained = batches_trained
+            self._log.load_state_dict(log)
 
     @property
     def module(self) -> Any:
