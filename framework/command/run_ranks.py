@@ -16,6 +16,7 @@ from framework.command.messages import (
     stopped_message,
     unused_variables,
 )
+from framework.command.mirroring import mirroring
 from framework.command.request import JobResult, Request
 from framework.config.find_run import is_run, run_of
 from framework.config.schema import Config
@@ -64,7 +65,12 @@ def run_ranks(
         if part.spec is not None:
             return _follow(request, setup, part, part.spec)
 
-        with _run_dir(request, trains=trains) as run_dir, locked(run_dir), _records_kept_if_refused(run_dir):
+        with (
+            _run_dir(request, trains=trains) as run_dir,
+            locked(run_dir),
+            _mirroring(request, run_dir),
+            _records_kept_if_refused(run_dir),
+        ):
             record_start(run_dir, _run_start(request))
             if request.config.rerun is not None and request.config.resume is None:
                 print(shown(rerun_message(Path(request.config.rerun), run_dir)), file=sys.stderr, flush=True)
@@ -96,6 +102,13 @@ def run_ranks(
             if run_dir.run_file.exists():
                 score = run_dir.read_run().get("results", {}).get("score")
             return JobResult(outcome.status, run_dir, score=score, failure=outcome.failure, error=outcome.error)
+
+
+def _mirroring(request: Request, run_dir: RunDir) -> AbstractContextManager[None]:
+    """Return what mirrors the run to its URL, if it has one. The command of a sweep mirrors all of its trials."""
+    if request.sub_run is not None:
+        return nullcontext()
+    return mirroring(run_dir.path)
 
 
 def _is_quiet(request: Request, *, trains: bool) -> bool:
@@ -173,7 +186,13 @@ def _follow(request: Request, setup: NodeSetup, part: Part, spec: RunSpec) -> Jo
     run_dir = RunDir(Path(spec.run_dir))
     make_visible(run_dir, spec)
     print(f"Node {setup.node} of {setup.topology.nnodes} is part of the run\n{display_path(run_dir.path)}", flush=True)
-    outcome = part.launch(_launch_plan(request, setup, run_dir, entry=spec.entry))
+    # On this node's disk, which node 0 may not see.
+    own_files = [f"failure_node{setup.node}*.json"]
+    for local_rank in range(setup.topology.procs_per_node):
+        log = run_dir.rank_log(setup.topology.rank_of(setup.node, local_rank))
+        own_files.append(log.relative_to(run_dir.path).as_posix())
+    with mirroring(run_dir.path, only=own_files):
+        outcome = part.launch(_launch_plan(request, setup, run_dir, entry=spec.entry))
     if outcome.failure is not None:
         print(render(outcome.failure), file=sys.stderr, flush=True)
     return JobResult(outcome.status, run_dir)

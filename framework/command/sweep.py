@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from framework.checkpoint.layout import BEST
 from framework.command.job import load_job
+from framework.command.mirroring import mirroring
 from framework.command.models import model_override
 from framework.command.request import JobResult, Request
 from framework.command.resume import started_from
@@ -518,18 +519,19 @@ def _run(
         after_trial=ResultsFile(folder).write_if_due,
         fail_fast=settings.fail_fast,
     )
-    try:
-        status = worker.run(sweep.fork_server)
-    finally:
-        view.close()
-        print_results(folder, SweepPlan.read(folder))
-    tests_best = status != EXIT_STOPPED and settings.test == "best" and load_job(plan.job).trains
-    # One of several workers does it.
-    if tests_best and claims.take(_TEST) is not None:
+    with mirroring(folder.path):
         try:
-            status = _test_best(sweep, folder, SweepPlan.read(folder)) or status
+            status = worker.run(sweep.fork_server)
         finally:
-            claims.release(_TEST)
+            view.close()
+            print_results(folder, SweepPlan.read(folder))
+        tests_best = status != EXIT_STOPPED and settings.test == "best" and load_job(plan.job).trains
+        # One of several workers does it.
+        if tests_best and claims.take(_TEST) is not None:
+            try:
+                status = _test_best(sweep, folder, SweepPlan.read(folder)) or status
+            finally:
+                claims.release(_TEST)
     return status
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from framework.api import call as call_module
     from framework.callbacks import timer as timer_module
     from framework.callbacks.profiler import TorchProfiler
-    from framework.checkpoint.layout import FORMAT_VERSION, MANIFEST_NAME, FileFacts
+    from framework.checkpoint.layout import FORMAT_VERSION, MANIFEST_NAME, FileFacts, Manifest
+    from framework.checkpoint.layout import decode as decode_manifest
+    from framework.checkpoint.layout import encode as encode_manifest
     from framework.checkpoint.layout import encode as encode_part
     from framework.checkpoint.lookup import LastUndamaged, last_undamaged
     from framework.checkpoint.manager import CheckpointManager
@@ -257,7 +259,11 @@ if TYPE_CHECKING:
     from framework.optim.precision import PrecisionPlugin
     from framework.optim.schedule import Schedule
     from framework.optim.schedule_replay import Change, Rebuild
+    from framework.remote import upload as upload_module
+    from framework.remote.claims import newest_claim, note_claim
+    from framework.remote.mirror import Pace, mirrored
     from framework.remote.place import RemotePlace
+    from framework.remote.upload import Uploader
     from framework.runs import record as record_module
     from framework.runs.find import find_runs
     from framework.runs.record import RunStart, read_rows, read_run, record_end, record_start
