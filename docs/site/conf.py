@@ -26,6 +26,8 @@ myst_heading_anchors = 6
 # Words in single backticks are code in docstrings, as in Markdown.
 default_role = "code"
 highlight_language = "none"
+# Quotes and dashes are as they were typed: `--help` has two.
+smartquotes = False
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "undoc-members": True}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.helpers.command import run_python
+from tests.helpers.documents import links
 
 pytestmark = pytest.mark.exhaustive
 REPOSITORY = Path(__file__).parents[2]
@@ -79,6 +82,38 @@ def test_the_source_distribution_has_what_the_repository_has(distributions: Path
 def test_an_index_would_take_both_files(distributions: Path) -> None:
     checked = run_python("-m", "twine", "check", "--strict", *map(str, distributions.iterdir()))
     assert checked.returncode == 0, checked.stdout
+
+
+def description(*, env: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """The text that an index shows, and the project's addresses, of a build with these variables."""
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("GITHUB_")}
+    command = [sys.executable, "-m", "hatchling", "metadata"]
+    done = subprocess.run(command, cwd=REPOSITORY, env={**outside, **env}, capture_output=True, text=True, check=True)
+    metadata = json.loads(done.stdout)
+    return metadata["readme"]["text"], metadata.get("urls", {})
+
+
+def test_links_on_an_index_lead_to_the_repository() -> None:
+    built = {"GITHUB_REPOSITORY": "someone/framework", "GITHUB_REF_TYPE": "tag", "GITHUB_REF_NAME": "v1.2.3"}
+    text, urls = description(env=built)
+    readme = (REPOSITORY / "README.md").read_text()
+    relative = [link for link in links(readme) if not link.startswith("https://")]
+    assert len(relative) > 40
+    address = "https://github.com/someone/framework"
+    assert len(links(text)) == len(links(readme))
+    for link in relative:
+        kind = "raw" if link.endswith(".png") else "blob"
+        assert f"{address}/{kind}/v1.2.3/{link}" in links(text)
+    assert urls["Source"] == address
+    assert urls["Documentation"] == f"{address}/tree/v1.2.3/docs"
+
+
+def test_without_a_known_repository_an_index_shows_no_broken_links() -> None:
+    text, urls = description(env={})
+    assert [link for link in links(text) if not link.startswith("https://")] == []
+    assert len(links(text)) > 5
+    assert "[composes]" not in text
+    assert urls == {}
 
 
 def test_an_installed_recipe_trains_and_is_resumed(installed: Installed) -> None:

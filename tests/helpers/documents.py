@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 from tests.helpers.source import ROOT
 
@@ -25,6 +27,9 @@ _OUTPUT = re.compile(r"^```text\n.*?^```", re.MULTILINE | re.DOTALL)
 _TEXT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FILE_NAME = re.compile(r"^(?:# @package \S+\n)?# ([\w/]+\.(?:yaml|py))\n")
+
+
+MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
 class Command(NamedTuple):
@@ -143,3 +148,21 @@ def shown_text(file: Path, *, begins: str) -> str:
     """What a page shows of what is printed: the one block marked as `text` that begins so."""
     (text,) = (block for block in _TEXT.findall(file.read_text()) if block.startswith(begins))
     return str(text)
+
+
+def _tokens(text: str) -> Iterator[Token]:
+    """Every token, those inside paragraphs and cells too."""
+    for token in MARKDOWN.parse(text):
+        yield token
+        yield from token.children or ()
+
+
+def links(text: str) -> list[str]:
+    """The addresses of all links and pictures."""
+    found = []
+    for token in _tokens(text):
+        if token.type == "link_open":
+            found.append(str(token.attrs["href"]))
+        elif token.type == "image":
+            found.append(str(token.attrs["src"]))
+    return found

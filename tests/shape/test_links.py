@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
+from tests.helpers.documents import MARKDOWN, links
 from tests.helpers.source import ROOT
 
 PAGES = [
@@ -20,25 +18,6 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
-MARKDOWN = MarkdownIt("commonmark").enable("table")
-
-
-def tokens(text: str) -> Iterator[Token]:
-    """Every token, those inside paragraphs and cells too."""
-    for token in MARKDOWN.parse(text):
-        yield token
-        yield from token.children or ()
-
-
-def links(text: str) -> list[str]:
-    """The addresses of all links and pictures."""
-    found = []
-    for token in tokens(text):
-        if token.type == "link_open":
-            found.append(str(token.attrs["href"]))
-        elif token.type == "image":
-            found.append(str(token.attrs["src"]))
-    return found
 
 
 def anchors(text: str) -> set[str]:
