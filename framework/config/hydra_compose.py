@@ -351,7 +351,7 @@ def refuse_replaced(typed: Sequence[str], config: DictConfig) -> None:
         others = tuple(key_of(other) for other in typed if other != text)
         for name, chosen in _choices_of(group, option, section).items():
             key = f"{group}.{name}"
-            present = _target_in(section.get(name))
+            present = _target_in(section[name])
             is_typed = any(other in (key, group) or other.startswith(f"{key}.") for other in others)
             if present == chosen or is_typed:
                 continue
@@ -374,13 +374,18 @@ def _choices_of(group: str, option: str, section: Mapping[str, Any]) -> dict[str
     repository = loader.repository
     if not group.isidentifier() or not repository.config_exists(f"{group}/{option}"):
         return {}
-    content: Any = OmegaConf.to_container(repository.load_config(f"{group}/{option}").config, resolve=False)
+    read = repository.load_config(f"{group}/{option}")
+    content: Any = OmegaConf.to_container(read.config, resolve=False)
     if not content:
-        return dict.fromkeys(section, _NOTHING)
+        # One that only has a defaults list chooses other options.
+        return {} if read.defaults_list else dict.fromkeys(section, _NOTHING)
     name = "_target_" if "_target_" in content else next(iter(content))
-    target = _target_in(content[name])
-    if name == "_target_" or target != content[name] or target is None:
-        return {name: target}
+    # A file with another package writes to several sections.
+    if name not in section:
+        return {}
+    value = content[name]
+    if name == "_target_" or value is None or (isinstance(value, dict) and "_target_" in value):
+        return {name: _target_in(value)}
     return {}
 
 

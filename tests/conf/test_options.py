@@ -1,4 +1,4 @@
-"""Every option of every group composes with every recipe, parses, and passes the checks."""
+"""Options of all groups compose with the recipes, parse, and pass the checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import pytest
 import yaml
 
 from framework.errors import ConfigError
-from tests.helpers.internals import Config, Request, check_request, config_dir, known_keys, parse
+from tests.helpers.internals import (
+    Config,
+    Request,
+    check_request,
+    compose_config,
+    config_dir,
+    hydra_for,
+    known_keys,
+    parse,
+    refuse_replaced,
+)
 from tests.unit.config.raw import composed
 
 CONF = config_dir()
@@ -54,10 +64,32 @@ def test_every_option_composes(turn: int) -> None:
         assert getattr(config, group).keys() == keys_of_file(group, chosen[group])
 
 
+def sections_of_recipe(name: str) -> set[str]:
+    """Return the sections that a recipe, or one that it builds on, sets itself."""
+    content = yaml.safe_load((CONF / f"recipe/{name}.yaml").read_text())
+    bases = [each for each in content.pop("defaults", []) if isinstance(each, str)]
+    return set(content).union(*map(sections_of_recipe, bases))
+
+
+def options_that_meet(recipe: str) -> list[str]:
+    """Return all options of the sections that a recipe sets itself, and one of each other group, in turn."""
+    own = sections_of_recipe(recipe)
+    chosen = []
+    for group in GROUPS:
+        options = [option for option in OPTIONS if option.startswith(f"{group}=")]
+        if group in own:
+            chosen += options
+        elif group != "recipe":
+            chosen.append(options[RECIPES.index(recipe) % len(options)])
+    return chosen
+
+
+PAIRS = [(recipe, option) for recipe in RECIPES for option in options_that_meet(recipe)]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("option", [option for option in OPTIONS if not option.startswith("recipe=")])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_option_goes_with_every_recipe(recipe: str, option: str) -> None:
+@pytest.mark.parametrize(("recipe", "option"), PAIRS)
+def test_options_go_with_recipes(recipe: str, option: str) -> None:
     several = recipe in ("gan_digits", "gpt_muon")
     if option == "scheduler=one_cycle" and several:
         pytest.skip("it takes optimizer.lr, and there are several optimizers")
@@ -77,17 +109,18 @@ def test_every_option_goes_with_every_recipe(recipe: str, option: str) -> None:
         assert re.search(rf"{group}\.\S+( is required by|: \S+ has no such keyword)", refusal)
 
 
-def sections_of_recipe(name: str) -> set[str]:
-    """Return the sections that a recipe, or one that it builds on, sets itself."""
-    content = yaml.safe_load((CONF / f"recipe/{name}.yaml").read_text())
-    bases = [each for each in content.pop("defaults", []) if isinstance(each, str)]
-    return set(content).union(*map(sections_of_recipe, bases))
-
-
 def keys_of_file(group: str, name: str) -> set[str]:
     content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
     below = [keys_of_file(group, parent) for parent in content.pop("defaults", [])]
     return set(content).union(*below)
+
+
+def test_no_option_is_replaced_by_a_recipe_without_its_section() -> None:
+    with hydra_for(None):
+        for option in OPTIONS:
+            if not option.startswith("recipe="):
+                typed = ["recipe=toy", option, *TYPED.get(option, [])]
+                refuse_replaced(typed, compose_config("config", typed))
 
 
 def test_yaml_and_schema_have_the_same_keys() -> None:

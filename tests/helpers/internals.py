@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         compose_config,
         current_hydra,
         hydra_for,
+        refuse_replaced,
         resolved,
         value_of,
     )
