@@ -6,14 +6,28 @@ import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from framework.remote.place import RemotePlace
+from framework.config.schema import Config
+from framework.remote.place import RemotePlace, is_url
 from framework.system.output import ERASE_BELOW
 from framework.system.shown_text import shown
 
+if TYPE_CHECKING:
+    from framework.remote.mirror import Mirror
 
-def mirroring(directory: Path, *, only: Collection[str] = ()) -> AbstractContextManager[None]:
-    """Return what mirrors the directory of a run or sweep while it is entered; see `remote.mirror.mirrored`."""
+
+def make_local_outputs(config: Config) -> None:
+    """Make the local folder that stands for `path.outputs`, if that is a URL. Raises RequestError if it can't be."""
+    if is_url(config.path.outputs):
+        RemotePlace.of_url(config.path.outputs, cache=config.path.cache).make_local()
+
+
+def mirroring(directory: Path, *, only: Collection[str] = ()) -> AbstractContextManager[Mirror | None]:
+    """Return what mirrors the directory of a run or sweep while it is entered; see `remote.mirror.mirrored`.
+
+    It yields None if there is no URL.
+    """
     place = RemotePlace.of_local(directory)
     if place is None:
         return nullcontext()

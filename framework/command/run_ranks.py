@@ -16,7 +16,7 @@ from framework.command.messages import (
     stopped_message,
     unused_variables,
 )
-from framework.command.mirroring import mirroring
+from framework.command.mirroring import make_local_outputs, mirroring
 from framework.command.request import JobResult, Request
 from framework.config.find_run import is_run, run_of
 from framework.config.schema import Config
@@ -27,7 +27,7 @@ from framework.launch.handshake import RunSpec, make_visible
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import FailureReport, render
-from framework.remote.place import RemotePlace, is_url, outputs_folder
+from framework.remote.place import outputs_folder
 from framework.runs.record import RunStart, record_end, record_start
 from framework.system.files import read_bytes
 from framework.system.formatting import display_path
@@ -104,7 +104,7 @@ def run_ranks(
             return JobResult(outcome.status, run_dir, score=score, failure=outcome.failure, error=outcome.error)
 
 
-def _mirroring(request: Request, run_dir: RunDir) -> AbstractContextManager[None]:
+def _mirroring(request: Request, run_dir: RunDir) -> AbstractContextManager[object]:
     """Return what mirrors the run to its URL, if it has one. The command of a sweep mirrors all of its trials."""
     if request.sub_run is not None:
         return nullcontext()
@@ -280,8 +280,7 @@ def _run_dir(request: Request, *, trains: bool) -> AbstractContextManager[RunDir
         check_regular_files(run_dir)
         return nullcontext(run_dir)
 
-    if is_url(config.path.outputs):
-        RemotePlace.of_url(config.path.outputs, cache=config.path.cache).make_local()
+    make_local_outputs(config)
     if request.parent_run is not None:
         check_no_way_out(RunDir(request.parent_run))
     if request.sub_run is not None:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from framework.checkpoint.layout import BEST
 from framework.command.job import load_job
-from framework.command.mirroring import mirroring
+from framework.command.mirroring import make_local_outputs, mirroring
 from framework.command.models import model_override
 from framework.command.request import JobResult, Request
 from framework.command.resume import started_from
@@ -519,6 +519,7 @@ def _run(
         after_trial=ResultsFile(folder).write_if_due,
         fail_fast=settings.fail_fast,
     )
+    make_local_outputs(sweep.common)
     with mirroring(folder.path):
         try:
             status = worker.run(sweep.fork_server)

@@ -28,6 +28,7 @@ JOBS: Mapping[str, RegisteredJob] = {
     "runs": RegisteredJob("framework.jobs.runs:Runs", needs_torch=False),
     "compare": RegisteredJob("framework.jobs.compare:Compare", needs_torch=False),
     "report": RegisteredJob("framework.jobs.report:Report", needs_torch=False),
+    "upload": RegisteredJob("framework.jobs.upload:Upload", needs_torch=False),
     "schema": RegisteredJob("framework.jobs.schema:Schema", needs_torch=False),
 }
 

@@ -362,7 +362,7 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunsConfig:
-    """job=runs, compare and report."""
+    """job=runs, compare, report and upload."""
 
     # Run directories, or folders of them. `runs=[a,b]` sets this key. null: path.outputs.
     paths: Texts | None = None

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import final
 
+from framework.config.overrides import path_argument
 from framework.errors import FrameworkError, RequestError
 from framework.remote.place import RemotePlace, reason_of
 from framework.remote.upload import Left, Uploader
@@ -44,7 +45,7 @@ class Pace:
 @contextmanager
 def mirrored(
     place: RemotePlace, *, say: Callable[[str], None], only: Collection[str] = (), pace: Pace = Pace()
-) -> Iterator[None]:
+) -> Iterator[Mirror]:
     """While this is entered, mirror the directory of a run or sweep to its URL; at the end upload what is left.
 
     Raises ClaimedError, a RequestError, before anything else if another machine has resumed the run. If the block
@@ -57,7 +58,7 @@ def mirrored(
     mirror = Mirror(place, only=only, pace=pace, say=say)
     mirror.start()
     try:
-        yield
+        yield mirror
     except RequestError:
         mirror.refuse()
         raise
@@ -91,6 +92,12 @@ class Mirror:
         self._trouble: str | None = None
         # Why nothing is uploaded any more.
         self._final: FrameworkError | None = None
+        # True once it has ended and all of the directory is at the URL.
+        self.is_complete = False
+
+    @property
+    def url(self) -> str:
+        return self._place.url
 
     def start(self) -> None:
         """Begin to mirror. Raises RequestError if the run can't be claimed; if the URL is out of reach, it is later."""
@@ -103,8 +110,8 @@ class Mirror:
         if self._final is not None:
             raise self._final
 
-    def finish(self, *, waits: bool) -> Left:
-        """End the mirror and return what isn't uploaded, which is printed.
+    def finish(self, *, waits: bool) -> None:
+        """End the mirror, and print what isn't uploaded.
 
         Args:
             waits: go on uploading until all is, or there is no progress for some time. Ctrl-C ends that.
@@ -116,9 +123,9 @@ class Mirror:
             self._wait_for_thread(give_up_s=self._pace.give_up_s if waits else 0.0)
         self._stopped.set()
         left = self._uploader.left()
+        self.is_complete = not left.names
         if left.names and self._final is None:
             self._say(_left_message(self._place, left, trouble=self._trouble))
-        return left
 
     def refuse(self) -> None:
         """End the mirror of a run that is refused. One that this command has begun is removed from the URL."""
@@ -193,7 +200,7 @@ class Mirror:
     def _note_trouble(self, reason: str) -> None:
         self._is_claimed.set()
         if self._trouble is None:
-            self._say(f"{self._place.url} can't be written: {reason}. Training continues; uploading is tried again.")
+            self._say(f"{self._place.url} can't be written: {reason}. It is tried again.")
         self._trouble = reason
 
     def _note_works(self) -> None:
@@ -207,10 +214,11 @@ def _left_message(place: RemotePlace, left: Left, *, trouble: str | None) -> str
     if len(left.names) > _NAMES_SHOWN:
         names += ", …"
     reason = f": {trouble}" if trouble is not None else ""
+    run = path_argument("runs", place.local)
     return (
-        f"Not all of the run is at {place.url}{reason}\n"
+        f"Not everything is at {place.url}{reason}\n"
         f"{_amount(left)} are only in {display_path(place.local)}: {names}\n"
-        f"Resume the run on this machine, or upload the rest: python -m framework job=upload runs={place.local}"
+        f"Resume it on this machine, or upload the rest: python -m framework job=upload {run}"
     )
 
 

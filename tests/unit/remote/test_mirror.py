@@ -74,7 +74,7 @@ def test_trouble_is_reported_once_and_uploading_goes_on(bucket: Bucket, new_run:
         wait_for(lambda: bucket.steps == [10])
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     assert said == [
-        f"memory://bucket/toy/run can't be written: {reason}. Training continues; uploading is tried again.",
+        f"memory://bucket/toy/run can't be written: {reason}. It is tried again.",
         "memory://bucket/toy/run is writable again.",
     ]
 
@@ -107,7 +107,7 @@ def test_a_server_that_is_down_for_the_whole_run(bucket: Bucket, new_run: NewRun
     with mirrored(run.place, say=said.append, pace=IMPATIENT):
         run.save(10)
     assert len(said) == 2
-    assert "Not all of the run is at memory://bucket/toy/run: Connection refused" in said[1]
+    assert "Not everything is at memory://bucket/toy/run: Connection refused" in said[1]
     assert "checkpoints/step_00000010" in said[1]
     assert f"python -m framework job=upload runs={run.path}" in said[1]
 
@@ -127,7 +127,7 @@ def test_a_call_that_hangs_holds_up_nothing(bucket: Bucket, new_run: NewRun) -> 
     with mirrored(run.place, say=said.append, pace=IMPATIENT):
         run.save(10)
     assert len(said) == 1
-    assert "Not all of the run" in said[0]
+    assert "Not everything" in said[0]
     assert bucket.objects == {}
     released.set()
 
@@ -145,7 +145,7 @@ def test_ctrl_c_ends_the_wait_at_the_end(bucket: Bucket, new_run: NewRun) -> Non
     pace = Pace(look_s=0.01, retry_s=0.01, max_retry_s=0.01, claim_s=0.1, give_up_s=DEADLINE_S, quiet_s=0.0)
     with mirrored(run.place, say=say, pace=pace):
         pass
-    assert "Not all of the run" in said[-1]
+    assert "Not everything" in said[-1]
 
 
 def test_an_interrupted_run_is_not_waited_for(bucket: Bucket, new_run: NewRun) -> None:

@@ -1,0 +1,91 @@
+"""A run with `path.outputs` in a bucket, which is uploaded while it is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.features.test_bad_input import Command, command  # noqa: F401
+
+TRAINING = (
+    "recipe=toy",
+    "logger=jsonl",
+    "trainer.gpus=0",
+    "trainer.max_steps=20",
+    "trainer.limit_test_batches=0",
+    "checkpoint.every_n_steps=10",
+)
+
+
+def run_in(folder: Path) -> Path:
+    """Return the one run of the toy recipe below a folder."""
+    (run_file,) = folder.rglob("run.json")
+    return run_file.parent
+
+
+def local_files(run: Path) -> dict[str, bytes]:
+    """Return the content of each file that is uploaded; of a symlink, what it names."""
+    files = {}
+    for path in run.rglob("*"):
+        name = path.relative_to(run).as_posix()
+        is_hidden = any(part.startswith(".") for part in Path(name).parts)
+        if path.is_symlink():
+            files[name] = path.readlink().name.encode()
+        elif path.is_file() and not is_hidden and not path.parent.is_symlink():
+            files[name] = path.read_bytes()
+    return files
+
+
+def objects(s3, bucket: str) -> dict[str, bytes]:
+    """Return the content of each object of the one run in a bucket, by its path in the run; claims are left out."""
+    content = s3.filesystem().cat(s3.filesystem().find(bucket))
+    return {path.split("/", 5)[5]: text for path, text in content.items() if "/.claims/" not in path}
+
+
+@pytest.mark.parametrize("status", [None, 403, pytest.param(507, marks=pytest.mark.exhaustive)])
+def test_a_run_is_at_its_url(command: Command, s3, tmp_path, status: int | None) -> None:  # noqa: F811
+    bucket = s3.new_bucket()
+    where = (f"path.outputs=s3://{bucket}/a/team", f"path.cache={tmp_path / 'cache'}")
+    if status is not None:
+        # Of what comes after the claim, two uploads are refused.
+        s3.set_fault(requests="^PUT .*/(config.yaml|model.pt)", status=status, count=2)
+    answer = command(*TRAINING, *where)
+    assert answer.status == 0
+    assert answer.err.count("can't be written") == answer.err.count("is writable again") == (status is not None)
+    run = run_in(tmp_path / "cache")
+    assert objects(s3, bucket) == local_files(run)
+    assert "checkpoints/step_00000020/manifest.json" in objects(s3, bucket)
+
+    # What was lost at the URL is uploaded again.
+    s3.filesystem().rm(f"{bucket}/a", recursive=True)
+    answer = command("job=upload", f"runs={run}")
+    assert answer.status == 0
+    assert "All of" in answer.out
+    assert objects(s3, bucket) == local_files(run)
+
+
+def test_a_sweep_is_at_its_url(command: Command, s3, tmp_path) -> None:  # noqa: F811
+    bucket = s3.new_bucket()
+    where = (f"path.outputs=s3://{bucket}/a/team", f"path.cache={tmp_path / 'cache'}")
+    answer = command("-m", *TRAINING, *where, "optimizer.lr=0.1,0.2")
+    assert answer.status == 0
+    (sweep,) = (tmp_path / "cache" / "s3" / bucket / "a" / "team" / "multirun").iterdir()
+    names = objects(s3, bucket).keys()
+    assert {"sweep.json", "0/config.yaml", "1/checkpoints/last", "1/checkpoints/step_00000020/manifest.json"} <= names
+    for name in names:
+        if not name.startswith(".claims/") and (sweep / name).is_file():
+            assert (
+                s3.filesystem().cat_file(f"{bucket}/a/team/multirun/{sweep.name}/{name}") == (sweep / name).read_bytes()
+            )
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [("nothing", "neither a run nor a sweep on this machine"), ("{run}", "it has no URL")],
+)
+def test_what_cannot_be_uploaded_is_refused(command: Command, shared_run, runs: str, said: str) -> None:  # noqa: F811
+    run = shared_run(*TRAINING[:2], *TRAINING[3:])
+    answer = command("job=upload", f"runs={runs.format(run=run)}")
+    assert answer.status == 2
+    assert said in answer.err
