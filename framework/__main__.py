@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from framework.config.renamed import present_override
 from framework.errors import EXIT_INTERRUPTED, EXIT_STOPPED, FrameworkError, StoppedBySignalError
-from framework.system.output import ReaderGoneError, tolerant_output
+from framework.system.output import ReaderGoneError, only_answers_on_stdout, tolerant_output
 from framework.system.shown_text import shown
 from framework.system.signals import interrupting
 
@@ -71,10 +71,18 @@ def _command() -> int:
 
 
 def _run_command() -> int:
-    from framework.launch.cluster_environment import without_secret
+    from framework.launch.cluster_environment import typed_value, without_secret
 
     arguments = without_secret(sys.argv[1:], os.environ)
     sys.argv[1:] = arguments
+    if typed_value(arguments, "format") == "json":
+        # Before any other process starts.
+        with only_answers_on_stdout():
+            return _run(arguments)
+    return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     status = _external(arguments)
     if status is not None:
         return status

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from framework.command import document
 from framework.command.job import check_request, load_job
 from framework.command.mistakes import explain, refuse_words
 from framework.command.models import KEY, typed_models
@@ -32,17 +33,20 @@ from framework.config.hydra_compose import (
     compose_config,
     current_hydra,
     flag_parser,
+    groups_of,
     hydra_for,
     parse_flags,
     refuse_replaced,
     refuse_unused,
     resolved,
     search_path,
+    shown_config,
     split_sweep,
     value_of,
     with_override,
     without_swept,
 )
+from framework.config.jobs import JOBS
 from framework.config.parse import listed_values, normalize_override, parse
 from framework.config.renamed import present_override
 from framework.config.saved import key_of, merge_overrides, search_path_override
@@ -55,7 +59,7 @@ from framework.errors import (
     StoppedBySignalError,
 )
 from framework.remote.place import outputs_folder
-from framework.system.output import answer, check_answered, tolerant_output
+from framework.system.output import answer, answer_json, check_answered, json_text, tolerant_output
 from framework.system.run_dir import new_name
 from framework.system.shown_text import shown
 from framework.system.versions import installed_versions
@@ -117,6 +121,8 @@ def _own_answer(arguments: Sequence[str]) -> str | None:
     """Return what to print for `--version` and Bash completion, which Hydra doesn't do as needed; else None."""
     if "--version" in arguments:
         versions = installed_versions(("framework", "torch", "hydra-core"))
+        if document.is_json(arguments):
+            return json_text({"python": platform.python_version(), **versions})
         others = f"torch {versions['torch']}, hydra-core {versions['hydra-core']}"
         return f"framework {versions['framework']} (Python {platform.python_version()}, {others})"
     if "-sc" in arguments or "--shell-completion" in arguments:
@@ -185,6 +191,8 @@ class _Command:
             if not folder.is_dir():
                 raise ConfigError(f"--config-dir={self._flags.config_dir}: there is no such folder.")
             self._typed.append(search_path_override([f"file://{folder.absolute()}"]))
+        self._as_json = document.is_json(self._typed)
+        self._typed = [text for text in self._typed if text.partition("=")[0] != document.KEY]
         self._is_sweep = self._flags.multirun or MULTIRUN in self._typed
         self._sweep_name = new_name()
         # Known once `run` has found the saved run that the command starts from, if any.
@@ -243,10 +251,17 @@ class _Command:
                 from framework.command.sweep import run_sweep
 
                 # A search composes trials while others run.
-                return run_sweep(sweep)
+                result = run_sweep(sweep)
+                if self._as_json:
+                    answer_json(result.results)
+                return result
 
         request = self._request(raw, task_overrides, base=self._base)
-        return load_job(request.config.job).run(request)
+        job = load_job(request.config.job)
+        result = job.run(request)
+        if job.answers_json(request):
+            answer_json(job.document(request, result))
+        return result
 
     def own_outputs(self, *, recipe: Any) -> list[Path]:
         """Return `path.outputs` of the command. recipe: one whose file may set it."""
@@ -273,6 +288,8 @@ class _Command:
 
     def _show(self, hydra: Hydra, overrides: list[str]) -> bool:
         """Print what `--help`, `--cfg` or `--info` asks for; return False if there is no such flag."""
+        if self._as_json:
+            return self._show_json(hydra, overrides)
         name = self._config_name
         flags = Namespace(**vars(self._flags))
         flags.overrides = overrides
@@ -294,6 +311,22 @@ class _Command:
             return False
         check_answered()
         return True
+
+    def _show_json(self, hydra: Hydra, overrides: list[str]) -> bool:
+        """Print as JSON what `--help` or `--cfg job` asks for; return False if there is no flag that asks."""
+        flags = self._flags
+        if flags.help:
+            options = groups_of(hydra.config_loader)
+            answer_json({"jobs": list(JOBS), "groups": options, "documentation": str(docs_dir())})
+            return True
+        if flags.cfg == "job" and not flags.multirun:
+            answer_json(shown_config(self._compose(overrides), section=flags.package, resolve=flags.resolve))
+            return True
+        if flags.hydra_help or flags.cfg is not None or flags.info is not None:
+            raise ConfigError(
+                "format=json can go with --help, --version and --cfg job, not with Hydra's own texts. Leave it out."
+            )
+        return False
 
     # Sweeps
 
@@ -379,6 +412,7 @@ class _Command:
             arguments=tuple(self._arguments),
             search_path=self._search_path,
             fork_server=self._fork_server,
+            as_json=self._as_json,
         )
 
     def _trial(self, number: int, overrides: Sequence[str], *, typed: Sequence[str]) -> Request:
@@ -413,8 +447,10 @@ class _Command:
         if self._call is not None and self._call.name is not None:
             raw["recipe"] = self._call.name
         config = parse(raw)
-        # How a sweep is run isn't part of a run.
+        document.check_only_typed(raw)
+        # How a sweep is run, and what is printed, isn't part of a run.
         raw.pop("sweep", None)
+        raw.pop(document.KEY, None)
         all_overrides = base.overrides or overrides
         overrides = tuple(text for text in all_overrides if not names_a_run(text) and not is_of_sweeps(text))
         parent_run = base.parent_run
@@ -434,6 +470,7 @@ class _Command:
             overrides=overrides,
             search_path=self._search_path,
             arguments=tuple(arguments),
+            as_json=self._as_json,
             call=self._call,
             fork_server=self._fork_server,
             sub_run=sub_run,

@@ -108,6 +108,16 @@ class Job:
         lines.append(format_facts(facts))
         return "\n".join(lines)
 
+    def answers_json(self, request: Request) -> bool:
+        """Return True if the answer is one JSON document, `document`, and not text: by default, with `format=json`."""
+        return request.as_json
+
+    def document(self, request: Request, result: JobResult) -> Any:
+        """Return what `format=json` prints: by default, the run's facts and `results` in its record."""
+        from framework.command.document import document_of
+
+        return document_of(request, result)
+
     # In each rank
 
     def rank(self, arguments: RankArguments, link: MonitorLink) -> int | None:

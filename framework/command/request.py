@@ -29,6 +29,8 @@ class JobResult:
     failure: FailureReport | None = None
     # What the rank raised, if it ran in this process.
     error: Exception | None = None
+    # What the job found, as plain values for `format=json`; None: `results` in the run's record, if there is a run.
+    results: Any = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Request:
     search_path: tuple[str, ...] = field(default=(), kw_only=True)
     # `python -m framework ARGUMENTS` starts this run again; in a sweep, only this job.
     arguments: tuple[str, ...] = ()
+    # True: the answer is one JSON document.
+    as_json: bool = False
     # Set if Python code made the request: a failure is returned, not printed.
     call: PythonCall | None = None
     # The fork server, if one was started.

@@ -14,10 +14,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
 from framework.checkpoint.layout import BEST
+from framework.command.document import sweep_document
 from framework.command.job import load_job
 from framework.command.mirroring import make_local_outputs, mirroring
 from framework.command.models import model_override
@@ -25,8 +27,8 @@ from framework.command.request import JobResult, Request
 from framework.command.resume import started_from
 from framework.command.saved_sweep import SavedSweep
 from framework.command.slots import Slot, make_slots
-from framework.command.sweep_plan import sweep_plan_text
-from framework.command.sweep_results import ResultsFile, print_results
+from framework.command.sweep_plan import plan_sweep, sweep_plan_text
+from framework.command.sweep_results import ResultsFile, print_results, results_document
 from framework.command.trials import PRUNED, GridTrials, SearchTrials, Trials, needs_work
 from framework.command.words import is_of_sweeps
 from framework.command.worker import Worker
@@ -115,6 +117,8 @@ class SweepRequest:
     arguments: tuple[str, ...]
     search_path: tuple[str, ...]
     fork_server: ForkServer | None
+    # True: the answer is one JSON document.
+    as_json: bool
 
     @property
     def settings(self) -> SweepConfig:
@@ -134,7 +138,7 @@ def run_sweep(sweep: SweepRequest) -> JobResult:
     _refuse_swept_settings(sweep)
     _check_over(sweep)
     if sweep.settings.sampler is not None:
-        return JobResult(_search(sweep, sweep.settings.sampler))
+        return _search(sweep, sweep.settings.sampler)
     if sweep.saved is not None and sweep.saved.plan.search is not None:
         raise ConfigError(
             f"{display_path(sweep.saved.folder.path)} is a search. Leave out sweep=grid and sweep.sampler to continue "
@@ -153,15 +157,30 @@ def run_sweep(sweep: SweepRequest) -> JobResult:
         raise ConfigError("The sweep has no trials: one of its ranges is empty.")
     _check_told_apart(requests)
     if sweep.common.job == "plan":
-        answer(sweep_plan_text(requests, sweep.settings))
-        return JobResult(0)
+        planned = plan_sweep(requests, sweep.settings)
+        if not sweep.as_json:
+            answer(sweep_plan_text(requests, planned))
+        return JobResult(0, results=_document(sweep, status=0, folder=None, results=planned.document(requests)))
 
     left = _left_of(sweep, known={config_hash(request.raw) for request in requests})
     runnable = [*requests, *left]
     _check_outputs(runnable)
     slots = _slots(sweep, runnable, count=len(runnable))
     folder, plan = _written(sweep, requests)
-    return JobResult(_run_grid(sweep, folder, plan, requests=runnable, slots=slots))
+    return _run_grid(sweep, folder, plan, requests=runnable, slots=slots)
+
+
+def _document(
+    sweep: SweepRequest, *, status: int, folder: SweepFolder | None, results: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what `format=json` prints."""
+    return sweep_document(
+        job=sweep.common.job,
+        recipe=sweep.common.recipe,
+        status=status,
+        sweep=None if folder is None else folder.path,
+        results=results,
+    )
 
 
 def _refuse_swept_settings(sweep: SweepRequest) -> None:
@@ -319,8 +338,8 @@ def _created(
 # A search
 
 
-def _search(sweep: SweepRequest, sampler: Node) -> int:
-    """Run a search, a new one or one that is continued; return the exit status."""
+def _search(sweep: SweepRequest, sampler: Node) -> JobResult:
+    """Run a search, a new one or one that is continued."""
     over = _swept_over(sweep.overrides, keys=sweep.settings.over)
     for text in over:
         if is_interval(text):
@@ -443,8 +462,8 @@ def _search_settings(sweep: SweepRequest, space: Space, *, sampler: Node) -> Sea
 
 def _run_grid(
     sweep: SweepRequest, folder: SweepFolder, plan: SweepPlan, *, requests: Sequence[Request], slots: Sequence[Slot]
-) -> int:
-    """Run the trials of a grid that are left; return the exit status. requests: of those that may be run."""
+) -> JobResult:
+    """Run the trials of a grid that are left. requests: of those that may be run."""
     settings = sweep.settings
     by_hash = {config_hash(request.raw): request for request in requests}
     by_number = {trial.number: by_hash[trial.config_hash] for trial in plan.trials if trial.config_hash in by_hash}
@@ -488,8 +507,8 @@ def _run(
     slots: Sequence[Slot],
     requests: Mapping[int, Request],
     common: Collection[str],
-) -> int:
-    """Run trials and print the table; return the exit status.
+) -> JobResult:
+    """Run trials and print the table.
 
     Args:
         requests: of the trials, by number.
@@ -533,7 +552,11 @@ def _run(
                 status = _test_best(sweep, folder, SweepPlan.read(folder)) or status
             finally:
                 claims.release(_TEST)
-    return status
+    document = None
+    if sweep.as_json:
+        content = results_document(folder, SweepPlan.read(folder))
+        document = _document(sweep, status=status, folder=folder, results=content)
+    return JobResult(status, results=document)
 
 
 def _started(folder: SweepFolder, request: Request, trial: Trial, *, skips_test: bool) -> Request:

@@ -6,15 +6,17 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import final
+from dataclasses import asdict
+from typing import Any, final
 
 from framework.command.job import load_job
 from framework.command.messages import tensorboard_command
 from framework.command.trials import needs_work
 from framework.config.saved import resume_argument
-from framework.sweeps.evaluations import evaluations_csv, evaluations_text, read_evaluations
+from framework.config.secrets import masked_override
+from framework.sweeps.evaluations import EvaluatedModel, evaluations_csv, evaluations_text, read_evaluations
 from framework.sweeps.folder import SweepFolder, SweepPlan
-from framework.sweeps.ranking import ranked_rows
+from framework.sweeps.ranking import Row, best_trial, ranked_rows
 from framework.sweeps.results import TrialResult, read_results
 from framework.sweeps.table import best_text, csv_text, table_text
 from framework.system.formatting import display_path, format_facts
@@ -47,6 +49,51 @@ def print_results(folder: SweepFolder, plan: SweepPlan) -> None:
         if best:
             print(best)
     print(format_facts(facts), flush=True)
+
+
+def results_document(folder: SweepFolder, plan: SweepPlan) -> dict[str, Any]:
+    """Return what `format=json` prints as the results of a sweep: its trials, and what the table says of them."""
+    results = read_results(folder, plan.trials)
+    content: dict[str, Any] = {"monitor": plan.monitor, "mode": plan.mode, "over": list(plan.over), "best": None}
+    content["trials"] = [_trial(result) for result in results]
+    if plan.job == "eval":
+        content["models"] = [_model(model) for model in read_evaluations(results)]
+        return content
+
+    rows = ranked_rows(results, over=plan.over, monitor=plan.monitor, mode=plan.mode)
+    best = best_trial(rows, mode=plan.mode)
+    if best is not None:
+        content["best"] = best.number
+    content["rows"] = [_row(row) for row in rows]
+    return content
+
+
+def _trial(result: TrialResult) -> dict[str, Any]:
+    facts = asdict(result)
+    del facts["number"]
+    overrides = [masked_override(text) for text in result.overrides]
+    return {"trial": result.number, **facts, "run": display_path(result.run), "overrides": overrides}
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "rank": row.rank,
+        "trials": [trial.number for trial in row.trials],
+        "overrides": [masked_override(text) for text in row.overrides],
+        "n": row.n,
+        "mean": row.mean,
+        "half_width": row.half_width,
+        "is_tied": row.is_tied,
+    }
+
+
+def _model(model: EvaluatedModel) -> dict[str, Any]:
+    return {
+        "checkpoint": None if model.checkpoint is None else display_path(model.checkpoint),
+        "trials": list(model.trials),
+        "overrides": [masked_override(text) for text in model.overrides],
+        "metrics": dict(model.metrics),
+    }
 
 
 def _write_results(folder: SweepFolder, plan: SweepPlan, results: Sequence[TrialResult]) -> None:

@@ -420,6 +420,24 @@ def resolved(config: DictConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
     return raw, tuple(HydraConfig.get().overrides.task)
 
 
+def shown_config(config: DictConfig, *, section: str | None, resolve: bool) -> Any:
+    """Return what `--cfg job` shows, as plain values. section: the dotted key of `-p`, if it is typed."""
+    shown: Any
+    if resolve:
+        shown, _ = resolved(config)
+    else:
+        with open_dict(config):
+            del config["hydra"]
+        shown = OmegaConf.to_container(config, resolve=False)
+    if section is None or section == "_global_":
+        return shown
+    for name in section.split("."):
+        if not isinstance(shown, Mapping) or name not in shown:
+            raise ConfigError(f"-p {section}: there is no such section.")
+        shown = shown[name]
+    return shown
+
+
 def _read_texts(node: DictConfig, path: str = "") -> None:
     """Give keys of numbers and truth values a value of their type where an interpolation gives a text.
 

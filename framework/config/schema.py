@@ -421,6 +421,9 @@ class Config:
     recipe: str
     # What the command does: one of the framework's jobs, or a function of the user's.
     job: JobName
+    # json: the answer is one JSON document on stdout, and all else that is printed goes to stderr. It is typed, and
+    # not part of the configuration that a run saves.
+    format: Literal["text", "json"] = "text"
     # Keywords of the function that `job` names.
     args: dict[str, Any] = field(default_factory=dict)
     seed: int = bounded(at_least=0, at_most=2**32 - 1)

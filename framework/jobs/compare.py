@@ -1,7 +1,7 @@
 """`job=compare runs=[a,b]`: what differs between runs, and their metrics. No torch here.
 
-`runs.format=json` prints one object: `runs`, a list of directories, and for each of these sections a mapping from a
-name to a list with the value in each run, null for none. `csv` has a row for each name.
+`format=json` (or `runs.format=json`) prints one object: `runs`, a list of directories, and for each of these sections a
+mapping from a name to a list with the value in each run, null for none. `runs.format=csv` has a row for each name.
 
     run            status, time, steps
     metrics        of the best and the last validation and of the test, also those that are equal
@@ -16,14 +16,16 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
 from framework.errors import ConfigError
+from framework.jobs.runs import answers_json
 from framework.remote.place import outputs_folder
 from framework.runs.compare import Section, compare, render
 from framework.runs.find import named_runs
-from framework.runs.listing import csv_cell, json_text
+from framework.runs.listing import csv_cell
 from framework.runs.record import RunRecord
 from framework.system.output import answer
 from framework.system.shown_text import shown
@@ -40,20 +42,25 @@ class Compare(Job):
     def run(self, request: Request) -> JobResult:
         """Print what differs. Raises ConfigError for a path that is no run, or fewer than two runs."""
         settings = request.config.runs
+        as_json = self.answers_json(request)
         paths = settings.paths or ()
         records = named_runs(paths, outputs=outputs_folder(request.config.path)).records
         if len(records) < 2:
             raise ConfigError(f"job=compare needs two or more runs, and {','.join(paths)} is one. Use runs=[RUN,RUN].")
 
         sections = compare(records)
-        if settings.format == "json":
-            runs = [record.run for record in records]
-            answer(json_text({"runs": runs, **sections}))
-        elif settings.format == "csv":
+        if settings.format == "csv":
             answer(_csv_text(records, sections))
-        else:
+        elif not as_json:
             answer(shown(render(records, sections)))
-        return JobResult(0)
+        runs = [record.run for record in records]
+        return JobResult(0, results={"runs": runs, **sections})
+
+    def answers_json(self, request: Request) -> bool:
+        return answers_json(request)
+
+    def document(self, request: Request, result: JobResult) -> Any:
+        return result.results
 
 
 def _csv_text(records: Sequence[RunRecord], sections: Mapping[str, Section]) -> str:

@@ -77,7 +77,7 @@ def predict_rank(arguments: RankArguments, link: MonitorLink) -> None:
             if setup.context.is_main:
                 output = Path(setup.config.predict.output).expanduser()
                 count = write_predictions(shares, output, turns=loader.turns)
-                setup.run_dir.update_run({"results": {"samples": count}})
+                setup.run_dir.update_run({"results": {"samples": count, "output": str(output)}})
 
 
 def call_rank(arguments: RankArguments, link: MonitorLink) -> None:

@@ -38,7 +38,12 @@ class Report(Job):
 
         size = format_bytes(output.stat().st_size)
         print(shown(f"Report of {format_count(len(records), 'run')}: {display_path(output)} ({size})"), flush=True)
-        return JobResult(0)
+        results = {
+            "output": display_path(output),
+            "size_bytes": output.stat().st_size,
+            "runs": [record.run for record in records],
+        }
+        return JobResult(0, results=results)
 
 
 def _importances(paths: Sequence[str], *, outputs: Path) -> dict[str, dict[str, float]]:

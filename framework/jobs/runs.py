@@ -1,6 +1,7 @@
 """`job=runs`: list the trainings in `path.outputs`, or in the folders that `runs=` names. No torch here.
 
-`runs.format=json` prints a list of objects with these keys, `csv` a column for each, and further ones for the metrics:
+`format=json` (or `runs.format=json`) prints a list of objects with these keys, `runs.format=csv` a column for each, and
+further ones for the metrics:
 
     run        its directory
     recipe
@@ -23,13 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
 from framework.errors import ConfigError
 from framework.remote.place import outputs_folder
 from framework.runs.find import find_runs, named_place, named_runs
-from framework.runs.listing import csv_text, json_text, list_text, matching, ordered, plain
+from framework.runs.listing import csv_text, list_text, matching, ordered, plain
 from framework.runs.record import print_left_out
 from framework.sweeps.find import is_sweep
 from framework.sweeps.folder import SweepFolder, SweepPlan
@@ -51,6 +53,7 @@ class Runs(Job):
     def run(self, request: Request) -> JobResult:
         """Print the list. Raises ConfigError for a wrong condition, name or path."""
         settings = request.config.runs
+        as_json = self.answers_json(request)
         outputs = outputs_folder(request.config.path)
         if settings.paths is None:
             found = find_runs(outputs)
@@ -60,15 +63,28 @@ class Runs(Job):
             where = ", ".join(settings.paths)
 
         listed = ordered(matching(found.records, settings.filter), settings.sort)
-        if settings.format == "json":
-            answer(json_text([plain(record) for record in listed]))
-        elif settings.format == "csv":
+        if settings.format == "csv":
             answer(csv_text(listed))
-        else:
+        elif not as_json:
             text = list_text(listed, num_found=len(found.records), num_damaged=found.num_damaged, where=where)
             tables = _tables_of_sweeps(settings.paths or (), outputs=outputs)
             answer(shown("\n\n".join([text, *tables])))
-        return JobResult(0)
+        # It reads the metrics of all of them.
+        return JobResult(0, results=[plain(record) for record in listed] if as_json else None)
+
+    def answers_json(self, request: Request) -> bool:
+        return answers_json(request)
+
+    def document(self, request: Request, result: JobResult) -> Any:
+        return result.results
+
+
+def answers_json(request: Request) -> bool:
+    """Return True if a job on runs is to answer in JSON. Raises ConfigError if CSV is, too."""
+    format_ = request.config.runs.format
+    if request.as_json and format_ == "csv":
+        raise ConfigError("format=json can't go with runs.format=csv. Leave one of them out.")
+    return request.as_json or format_ == "json"
 
 
 def _tables_of_sweeps(paths: Sequence[str], *, outputs: Path) -> list[str]:

@@ -31,4 +31,4 @@ class Schema(Job):
         with atomic_output(folder / SCHEMA_NAME, key="job=schema") as path:
             path.write_text(json_schema(folders), encoding="utf-8")
         print(f"Wrote {display_path(folder / SCHEMA_NAME)}. Second line of each recipe: {_MODELINE}", flush=True)
-        return JobResult(0)
+        return JobResult(0, results={"output": display_path(folder / SCHEMA_NAME)})

@@ -34,11 +34,15 @@ class Upload(Job):
         """
         outputs = outputs_folder(request.config.path)
         directories = [_directory(text, outputs=outputs) for text in request.config.runs.paths or ()]
-        status = 0
+        uploaded = []
+        left = []
         for directory in directories:
-            if not _upload(directory):
-                status = EXIT_RUN_FAILED
-        return JobResult(status)
+            if _upload(directory):
+                uploaded.append(display_path(directory))
+            else:
+                left.append(display_path(directory))
+        status = EXIT_RUN_FAILED if left else 0
+        return JobResult(status, results={"uploaded": uploaded, "left": left})
 
 
 def _directory(text: str, *, outputs: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import operator
 import re
@@ -162,11 +161,6 @@ def csv_text(records: Sequence[RunRecord]) -> str:
     for row in rows:
         writer.writerow({name: csv_cell(value) for name, value in row.items()})
     return text.getvalue().removesuffix("\n")
-
-
-def json_text(content: Any) -> str:
-    """Return JSON in which every control character is escaped; `json` itself leaves DEL."""
-    return json.dumps(content, indent=2).replace("\x7f", "\\u007f")
 
 
 def csv_cell(value: Any) -> Any:

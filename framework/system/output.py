@@ -6,10 +6,12 @@ What is printed for its own sake goes through `answer`, which reports that it co
 from __future__ import annotations
 
 import io
+import json
+import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, final
 
 from framework.errors import RunError
@@ -43,8 +45,10 @@ class ReaderGoneError(Exception):
 class TolerantStream(io.TextIOBase):
     """A text stream that otherwise behaves as the one it writes to. What that refuses is lost, or written later."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, answers: TolerantStream | None = None) -> None:
         self.stream = stream
+        # Where `answer` writes; None: to this stream, as everything else.
+        self.answers = answers
         # The first one since this was made.
         self.error: OSError | None = None
 
@@ -143,16 +147,67 @@ def _open_missing_streams() -> None:
             setattr(sys, name, os.fdopen(null, "r" if number == 0 else "w", closefd=False))
 
 
+@contextmanager
+def only_answers_on_stdout() -> Iterator[None]:
+    """Send to stderr what this process and those that it starts print to stdout, apart from what `answer` prints.
+
+    Enter it inside of `tolerant_output`.
+    """
+    stdout = sys.stdout
+    stdout.flush()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    sys.stdout = TolerantStream(sys.stderr, answers=tolerant(answers))
+    try:
+        yield
+    finally:
+        os.dup2(answers.fileno(), 1)
+        sys.stdout = stdout
+        # What it refuses, `answer` has reported.
+        with suppress(OSError):
+            answers.close()
+
+
 def answer(text: str) -> None:
     """Print what the command was asked for. Raises OutputError or ReaderGoneError if it can't be written."""
-    print(text)
+    print(text, file=_answers())
     check_answered()
+
+
+def answer_json(content: Any) -> None:
+    """Print what the command was asked for as one JSON document; raises as `answer` does."""
+    answer(json_text(content))
+
+
+def json_text(content: Any) -> str:
+    """Return JSON in which numbers that aren't finite are null, and every control character is escaped."""
+    # `json` itself leaves DEL.
+    return json.dumps(_finite(content), indent=2, allow_nan=False).replace("\x7f", "\\u007f")
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    if isinstance(content, Mapping):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return content
+
+
+def _answers() -> TextIO | TolerantStream:
+    """Return the stream of answers."""
+    stdout: Any = sys.stdout
+    if isinstance(stdout, TolerantStream) and stdout.answers is not None:
+        return stdout.answers
+    return stdout  # type: ignore[no-any-return]
 
 
 def check_answered() -> None:
     """Raise OutputError or ReaderGoneError if what was printed so far can't be written."""
-    sys.stdout.flush()
-    error = sys.stdout.error if isinstance(sys.stdout, TolerantStream) else None
+    stream = _answers()
+    stream.flush()
+    error = stream.error if isinstance(stream, TolerantStream) else None
     if isinstance(error, BrokenPipeError):
         raise ReaderGoneError
     if error is not None:

@@ -304,7 +304,15 @@ if TYPE_CHECKING:
     from framework.system.json_lines import metrics_fault
     from framework.system.late_dynamo import import_dynamo_late
     from framework.system.loaded_modules import hashes_of_loaded_modules
-    from framework.system.output import OutputError, ReaderGoneError, TolerantStream, answer, tolerant_output
+    from framework.system.output import (
+        OutputError,
+        ReaderGoneError,
+        TolerantStream,
+        answer,
+        json_text,
+        only_answers_on_stdout,
+        tolerant_output,
+    )
     from framework.system.rank_log import logger as rank_logger
     from framework.system.rank_log import rank_log
     from framework.system.run_dir import RunDir, check_no_way_out, create_run_dir, locked, new_run_dir, write_atomically

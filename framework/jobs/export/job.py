@@ -64,7 +64,14 @@ class Export(Job):
             _written(output),
         ]
         print(shown(format_facts(facts)), flush=True)
-        return JobResult(0)
+        results = {
+            "output": display_path(output),
+            "size_bytes": _size_bytes(output),
+            "format": config.export.format,
+            "model": name,
+            "step": step,
+        }
+        return JobResult(0, results=results)
 
 
 def output_path(config: Config) -> Path:
@@ -92,10 +99,10 @@ def output_path(config: Config) -> Path:
 
 def _written(output: Path) -> tuple[str, str]:
     """Return the line about the file or folder that was written, and its size."""
-    kind = "file"
-    files = [output]
-    if output.is_dir():
-        kind = "folder"
-        files = list(output.iterdir())
-    size_bytes = sum(file.stat().st_size for file in files)
-    return kind, f"{display_path(output)}, {size_bytes:,} bytes"
+    kind = "folder" if output.is_dir() else "file"
+    return kind, f"{display_path(output)}, {_size_bytes(output):,} bytes"
+
+
+def _size_bytes(output: Path) -> int:
+    files = list(output.iterdir()) if output.is_dir() else [output]
+    return sum(file.stat().st_size for file in files)

@@ -104,7 +104,7 @@ class Parity(Job):
         file = folder / "parity.json"
         write_object(file, answer)
         print(f"{compared['text']}\n\n  {display_path(file)}", flush=True)
-        return JobResult(0 if answer["same"] else 1)
+        return JobResult(0 if answer["same"] else 1, results={**answer, "output": display_path(file)})
 
 
 class ParityTraining(Train):

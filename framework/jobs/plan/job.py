@@ -1,7 +1,7 @@
 """`job=plan`: show what a run would be. Needs no GPU, downloads nothing, makes no run directory. No torch here.
 
-`plan.format=json` prints one object with these keys (bytes, samples and steps are whole numbers; null means unknown,
-and `notes` says why):
+`format=json` (or `plan.format=json`) prints one object with these keys (bytes, samples and steps are whole numbers;
+null means unknown, and `notes` says why):
 
     recipe         its name
     launcher       the launcher that would start the ranks on each node
@@ -37,7 +37,6 @@ and `notes` says why):
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -70,11 +69,15 @@ class Plan(Job):
         placement = place(request.config, external_ranks=request.external_ranks, is_planned=True)
         raise_mistakes(placement_mistakes(request.config, placement, trains=True))
         plan = make_plan(request, placement)
-        if request.config.plan.format == "json":
-            answer(json.dumps(plan, indent=2))
-        else:
+        if not self.answers_json(request):
             answer(render(plan, placement.topology))
-        return JobResult(0)
+        return JobResult(0, results=plan)
+
+    def answers_json(self, request: Request) -> bool:
+        return request.as_json or request.config.plan.format == "json"
+
+    def document(self, request: Request, result: JobResult) -> Any:
+        return result.results
 
 
 def make_plan(request: Request, placement: Placement) -> dict[str, Any]:

@@ -26,7 +26,7 @@ Exit status 0: passed; 1: a value was wrong, a limit was exceeded, or a rank did
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
@@ -63,6 +63,15 @@ class Preflight(Job):
         from framework.jobs.preflight.rank import preflight_rank
 
         preflight_rank(arguments, link)
+
+    def document(self, request: Request, result: JobResult) -> dict[str, Any]:
+        """Return the run's facts, with the content of preflight.json as its results."""
+        from framework.command.document import document_of
+
+        measured = None
+        if result.run_dir is not None:
+            measured = read_object(result.run_dir.path / RESULT)
+        return document_of(request, result, results=measured)
 
     def text(self, request: Request, run_dir: RunDir, *, status: int) -> str:
         """Return the tables of what was measured."""

@@ -70,6 +70,15 @@ class Tune(Job):
 
         tune_rank(arguments, link)
 
+    def document(self, request: Request, result: JobResult) -> dict[str, Any]:
+        """Return the run's facts, with the content of tune.json as its results."""
+        from framework.command.document import document_of
+
+        tuned = None
+        if result.run_dir is not None:
+            tuned = read_object(result.run_dir.path / RESULT)
+        return document_of(request, result, results=tuned)
+
     def text(self, request: Request, run_dir: RunDir, *, status: int) -> str:
         """Return the batch and the learning rate, and the command to train with them."""
         lines = []
