@@ -99,7 +99,8 @@ class ClosureSteps:
                     tools.begin_sum()
                 tools.mark(RankPhase.BACKWARD)
                 loss.backward()
-            part.grad += loss.detach()
+            # A loss may have one element in any number of dimensions.
+            part.grad += loss.detach().reshape(())
             if is_first:
                 tools.note(output, micro)
         tools.weights.divide([*parameters, part], count=window.global_count)

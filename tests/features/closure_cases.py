@@ -52,4 +52,6 @@ class Weighted:
     def _output(self, guesses: Tensor, x: Tensor, y: Tensor) -> StepOutput:
         weights = x[:, 0].abs()
         errors = (guesses - y).square().mean(dim=1)
-        return StepOutput((errors * weights).sum() / weights.sum(), len(x), weight=weights.sum())
+        # In one dimension, as some code adds its losses up.
+        loss = (errors * weights).sum(dim=0, keepdim=True) / weights.sum()
+        return StepOutput(loss, len(x), weight=weights.sum())
