@@ -107,12 +107,13 @@ def test_metrics_are_those_of_all_samples(run, overrides):
 @pytest.mark.multiproc
 def test_metrics_are_the_same_on_any_topology(run, train):
     found = []
-    for ranks in (1, 2, 3):
+    # On three ranks, some have no sample of the test set.
+    for ranks in (1, 3):
         run_dir = run(SUPERVISED, f"topology.procs_per_node={ranks}", "trainer.max_epochs=1")
         train(f"resume={run_dir}", "trainer.max_epochs=2")
         found.append(results.results(run_dir)["last"]["metrics"])
-    for others in found[1:]:
-        assert others == pytest.approx(found[0], rel=1e-6)
+    one, three = found
+    assert three == pytest.approx(one, rel=1e-6)
 
 
 def test_confusion_matrices_are_logged_as_tables(run, train, capfd):

@@ -93,7 +93,7 @@ def data():
 
 
 def late():
-    return Datasets(LateSamples(), LateSamples(), collate_fn=Noise())
+    return Datasets(LateSamples(), Samples(), collate_fn=Noise())
 
 
 def stream():
@@ -238,8 +238,7 @@ def test_late_generators_and_large_data_are_seeded(drawn):
     run, wanted = drawn(*data, "data.num_workers=0")
     assert len(set(wanted[0])) == 12
     assert "can't be repeated" not in results.log(run)
-    for workers, stops in ((2, None), (1, 8)):
-        assert drawn(*data, f"data.num_workers={workers}", stops=stops)[1] == wanted
+    assert drawn(*data, "data.num_workers=2", stops=8)[1] == wanted
 
 
 @pytest.mark.multiproc

@@ -19,6 +19,8 @@ WITH_LOSS = (f"model._target_={cases.__name__}.WithLoss", *cases.task("TakesItsL
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_models_give_the_same_losses(train: Callable[..., Path], gpus: int, mode: str) -> None:
     """The second model ends in its loss, which a CUDA graph overwrites in the next step; it is logged after ten."""
+    if mode == "reduce-overhead" and gpus == 0:
+        pytest.skip("on a CPU, nothing is captured: it compiles as the default does")
     length = ("trainer.max_steps=40", "trainer.log_every_n_steps=10", "trainer.limit_val_batches=1")
     for model in ((), WITH_LOSS):
         plain = train(*TOY, *length, *model, f"trainer.gpus={gpus}")
