@@ -38,6 +38,8 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+# Summaries are fetched, which browsers refuse for files.
+html_show_search_summary = False
 html_show_sphinx = False
 html_use_index = False  # the search finds the same
 

@@ -23,6 +23,7 @@ SHOWN_S = 15.0
 NOTE_ERRORS = """
 window.noted = [];
 addEventListener('error', event => noted.push(event.message || event.target.src), true);
+addEventListener('unhandledrejection', event => noted.push(String(event.reason)));
 for (const kind of ['error', 'warn']) {
   const print = console[kind];
   console[kind] = (...words) => { noted.push(words.join(' ')); print(...words); };
@@ -144,6 +145,7 @@ def test_a_phone_searches_and_reads_by_night(site: Path) -> None:
         page.evaluate("document.querySelector('.sidebar-search-container').submit()")
         first = "document.querySelector('#search-results li a')"
         assert "accumulate_grad_batches" in page.wait_for(f"{first}?.innerText", timeout=SHOWN_S)
+        assert page.evaluate("noted") == []
         page.evaluate(f"{first}.click()")
         page.wait_for(
             "location.pathname.endsWith('docs/keys.html') && document.readyState === 'complete'", timeout=SHOWN_S
