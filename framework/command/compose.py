@@ -25,7 +25,7 @@ from framework.command.mistakes import explain, refuse_words
 from framework.command.models import KEY, typed_models
 from framework.command.request import JobResult, PythonCall, Request
 from framework.command.resume import BaseRun, find_base, is_trusted, names_a_run, own_outputs, typed_path
-from framework.command.words import is_of_sweeps, is_override
+from framework.command.words import is_of_submission, is_of_sweeps, is_override
 from framework.config.assets import docs_dir, import_from_working_dir, user_config_dir
 from framework.config.hydra_compose import (
     MULTIRUN,
@@ -194,6 +194,12 @@ class _Command:
         self._as_json = document.is_json(self._typed)
         self._typed = [text for text in self._typed if text.partition("=")[0] != document.KEY]
         self._is_sweep = self._flags.multirun or MULTIRUN in self._typed
+        # What is typed about submitting the workers of a sweep, whose trials are trainings. Empty: it runs here.
+        self._submission: list[str] = []
+        names_a_sweep = any(key_of(text) == "sweep.worker" for text in self._typed)
+        if (self._is_sweep or names_a_sweep) and "job=submit" in self._typed:
+            self._submission = [text for text in self._typed if is_of_submission(text)]
+            self._typed = [text for text in self._typed if not is_of_submission(text)]
         self._sweep_name = new_name()
         # Known once `run` has found the saved run that the command starts from, if any.
         self._base: BaseRun
@@ -381,6 +387,13 @@ class _Command:
         params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         raw, _ = resolved(config)
         common = parse(self._base.configuration(raw))
+        submit = None
+        arguments = self._arguments
+        if self._submission:
+            with_submission = [*without_swept(overrides, current_hydra()), *self._submission]
+            raw, _ = resolved(self._compose(with_submission))
+            submit = parse(raw).submit
+            arguments = [text for text in arguments if not is_of_submission(text)]
         request_of = partial(self._trial, typed=overrides)
 
         def combine(texts: Sequence[str]) -> list[list[str]]:
@@ -409,10 +422,12 @@ class _Command:
             saved=saved,
             changes=tuple(self._changes),
             typed=tuple(text for text in typed if key_of(text) not in ("resume", "sweep.worker", "sweep.retry")),
-            arguments=tuple(self._arguments),
+            arguments=tuple(arguments),
             search_path=self._search_path,
             fork_server=self._fork_server,
             as_json=self._as_json,
+            submit=submit,
+            flags=tuple(self._own_flags()),
         )
 
     def _trial(self, number: int, overrides: Sequence[str], *, typed: Sequence[str]) -> Request:
@@ -475,6 +490,7 @@ class _Command:
             fork_server=self._fork_server,
             sub_run=sub_run,
             external_ranks=self._external_ranks,
+            is_planned=bool(self._submission),
             parent_run=parent_run,
         )
         check_request(request)

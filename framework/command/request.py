@@ -70,6 +70,8 @@ class Request:
     skips_test: bool = False
     # Called a few times a second while the ranks run.
     on_progress: Callable[[RunProgress], None] | None = None
+    # True: it runs on other machines, so neither `trainer.gpus` nor the rendezvous endpoint has to exist here.
+    is_planned: bool = False
     # The run whose checkpoint is used; results go into a directory inside it. None: into `path.outputs`.
     parent_run: Path | None = None
 
@@ -79,4 +81,9 @@ class Request:
 
         Raises FrameworkError for any mistake that can be found before anything starts.
         """
-        return place(self.config, external_ranks=self.external_ranks, is_swept=self.sub_run is not None)
+        return place(
+            self.config,
+            external_ranks=self.external_ranks,
+            is_swept=self.sub_run is not None,
+            is_planned=self.is_planned,
+        )

@@ -169,6 +169,8 @@ def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
 
     if run_dir is None:
         return others
+    # It has its configuration and its weights.
+    others = [text for text in others if key_of(text) not in (_RERUN, "init_from")]
     # Nobody is there to answer if a cluster starts the command again.
     return [*others, *shlex.split(resume_argument(run_dir.path)), f"{_TRUST}=true"]
 

@@ -7,6 +7,7 @@ trials. `run_sweep` does both.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -20,7 +21,7 @@ from omegaconf import DictConfig
 
 from framework.checkpoint.layout import BEST
 from framework.command.document import sweep_document
-from framework.command.job import load_job
+from framework.command.job import check_request, load_job
 from framework.command.mirroring import make_local_outputs, mirroring
 from framework.command.models import model_override
 from framework.command.request import JobResult, Request
@@ -42,8 +43,8 @@ from framework.config.saved import (
     merge_overrides,
     path_argument,
 )
-from framework.config.schema import Config, Node, SweepConfig
-from framework.errors import EXIT_STOPPED, ConfigError
+from framework.config.schema import Config, JobName, Node, SubmitConfig, SweepConfig
+from framework.errors import EXIT_STOPPED, ConfigError, RunError
 from framework.launch.fork_server import ForkServer
 from framework.launch.handshake import ExternalRanks
 from framework.sweeps.claims import Claims
@@ -119,6 +120,10 @@ class SweepRequest:
     fork_server: ForkServer | None
     # True: the answer is one JSON document.
     as_json: bool
+    # How its workers are submitted to a cluster; None: the command is a worker itself.
+    submit: SubmitConfig | None
+    # The flags that its workers are started with, such as `--config-dir=FOLDER`.
+    flags: tuple[str, ...]
 
     @property
     def settings(self) -> SweepConfig:
@@ -165,6 +170,8 @@ def run_sweep(sweep: SweepRequest) -> JobResult:
     left = _left_of(sweep, known={config_hash(request.raw) for request in requests})
     runnable = [*requests, *left]
     _check_outputs(runnable)
+    if sweep.submit is not None:
+        return _submit_workers(sweep, sweep.submit, runnable, begin=lambda: _written(sweep, requests)[0])
     slots = _slots(sweep, runnable, count=len(runnable))
     folder, plan = _written(sweep, requests)
     return _run_grid(sweep, folder, plan, requests=runnable, slots=slots)
@@ -335,6 +342,42 @@ def _created(
     return folder, plan
 
 
+# Submitting its workers
+
+
+def _submit_workers(
+    sweep: SweepRequest, settings: SubmitConfig, requests: Sequence[Request], *, begin: Callable[[], SweepFolder]
+) -> JobResult:
+    """Submit workers of the sweep, which is begun unless the job is only printed.
+
+    Args:
+        requests: of trials that are left, by the first of which machines are chosen.
+        begin: writes the sweep to disk.
+    """
+    if not requests:
+        raise ConfigError("No trial of the sweep is left, so there is nothing to submit.")
+    job = load_job("submit")
+    first = requests[0]
+    config = replace(first.config, job=JobName("submit"), submit=settings, sweep=sweep.settings)
+    # The name of a sweep that isn't begun yet.
+    arguments = (*sweep.flags, "sweep.worker=SWEEP")
+    request = replace(first, config=config, arguments=arguments, sub_run=None, as_json=sweep.as_json)
+    check_request(request)
+    if settings.dry_run:
+        result = job.run(request)
+        return replace(result, results=_document(sweep, status=0, folder=None, results=result.results))
+    job.check(request)
+    folder = begin()
+    worker = shlex.split(path_argument("sweep.worker", display_path(folder.path)))
+    print(f"The sweep is in {display_path(folder.path)}", flush=True)
+    try:
+        result = job.run(replace(request, arguments=(*sweep.flags, *worker)))
+    except RunError as error:
+        again = path_argument("resume", display_path(folder.path))
+        raise RunError(f"{error}\nThe sweep has begun. Submit its workers: -m {again} job=submit …") from error
+    return replace(result, results=_document(sweep, status=0, folder=folder, results=result.results))
+
+
 # A search
 
 
@@ -367,17 +410,23 @@ def _search(sweep: SweepRequest, sampler: Node) -> JobResult:
         )
     if sweep.common.job == "plan":
         raise ConfigError("job=plan shows the trials of a grid, and those of a search aren't known before they run.")
-    count = settings.n_trials * len(blocks)
-    slots = _slots(sweep, candidates[: len(blocks)], count=count)
-    if sweep.saved is None:
-        folder, plan = _created(sweep, candidates, trials=(), search=settings.plan())
-        search = OptunaSearch(settings, folder)
-    else:
+
+    def begin() -> tuple[SweepFolder, SweepPlan, OptunaSearch]:
+        if sweep.saved is None:
+            folder, plan = _created(sweep, candidates, trials=(), search=settings.plan())
+            return folder, plan, OptunaSearch(settings, folder)
         folder = sweep.saved.folder
         search = OptunaSearch(settings, folder)
         search.check_total()
         _check_search_unchanged(sweep, sweep.saved.plan, fixed=fixed, space=space, folder=folder)
         plan = folder.update(lambda saved: _with_settings(saved, settings, changes=sweep.changes))
+        return folder, plan, search
+
+    if sweep.submit is not None:
+        return _submit_workers(sweep, sweep.submit, candidates, begin=lambda: begin()[0])
+    count = settings.n_trials * len(blocks)
+    slots = _slots(sweep, candidates[: len(blocks)], count=count)
+    folder, plan, search = begin()
     claims = _claims_of(folder)
     reopened = search.reopen_failed() if sweep.settings.retry == "failed" else frozenset()
     trials = SearchTrials(

@@ -97,3 +97,8 @@ def _is_open(text: str) -> bool:
 def is_of_sweeps(override: str) -> bool:
     """Return True for an override that says how a sweep is run, not what a trial is."""
     return key_of(override).partition(".")[0] == "sweep"
+
+
+def is_of_submission(override: str) -> bool:
+    """Return True for an override that says how a command is submitted, and not what the job does then."""
+    return key_of(override).partition(".")[0] in ("job", "submit", "format")

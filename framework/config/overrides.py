@@ -18,7 +18,8 @@ def normalize_override(override: str) -> str:
     - A section with a `shorthand` gets its value there: `preflight=true` is `preflight.enabled=true`.
     - A value of a list needs no brackets there: `runs=a` is `runs.paths=[a]`.
     - A `verbatim` text is quoted: `runs.filter=val/loss<1`.
-    - Keys of a mapping that is the user's may be new: `args.number=2` is `++args.number=2`.
+    - Keys of a mapping that is the user's may be new: `args.number=2` is `++args.number=2`, and
+      `submit.slurm.partition=gpu` is `++submit.slurm.partition=gpu`.
     """
     match = re.fullmatch(r"(\+*)(\w+)(\.[^=]*)?=(.*)", override, re.DOTALL)
     if match is None:
@@ -37,7 +38,11 @@ def normalize_override(override: str) -> str:
         below = f".{section.shorthand}"
         if keys[section.shorthand].kinds == [Texts]:
             value = _as_list(value)
-    key = keys.get(below.removeprefix("."))
+    below_name = below.removeprefix(".")
+    first = keys.get(below_name.partition(".")[0])
+    if first is not None and first.kinds == [dict[str, Any]]:
+        plus = "++"
+    key = keys.get(below_name)
     if key is not None and key.verbatim:
         value = _as_quoted(value)
     return f"{plus}{section_name}{below}={value}"
@@ -106,11 +111,15 @@ def resume_argument(path: str | Path) -> str:
 
 def path_argument(key: str, path: str | Path) -> str:
     """Return `key=PATH`, quoted for the shell and for Hydra."""
+    return shlex.quote(f"{key}={path_value(path)}")
+
+
+def path_value(path: str | Path) -> str:
+    """Return a path as the value of an override, in quotes if it may mean something else to Hydra."""
     value = str(path)
-    # Anything but a plain path may mean something else to Hydra.
-    if not re.fullmatch(r"[\w./-]*/[\w./-]*", value, flags=re.ASCII):
+    if not re.fullmatch(r"(\w+:/)?[\w./-]*/[\w./-]*", value, flags=re.ASCII):
         value = quoted(value)
-    return shlex.quote(f"{key}={value}")
+    return value
 
 
 def outputs_arguments(overrides: Sequence[str]) -> list[str]:

@@ -65,6 +65,7 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 ClipAlgorithm = Literal["norm", "value"]
 ProgressMode = Literal["auto", "rich", "plain", "off"]
+SubmitFormat = Literal["slurm", "trainjob", "skypilot"]
 ExportFormat = Literal["state_dict", "safetensors", "pretrained", "onnx", "torch_export", "lightning"]
 
 
@@ -361,6 +362,22 @@ class ExportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SubmitConfig:
+    """job=submit. A mapping sets or replaces what the framework writes, with the names of the cluster's own engine."""
+
+    # What the job is written for.
+    format: SubmitFormat | None = None
+    # Print the job and submit nothing.
+    dry_run: bool = False
+    # Options of sbatch, such as {partition: gpu, time: "4:00:00"}. `setup` is a list of shell lines that come first.
+    slurm: dict[str, Any] = field(default_factory=dict)
+    # Fields of Kubeflow's TrainJob, such as {spec: {trainer: {image: IMAGE}}}.
+    trainjob: dict[str, Any] = field(default_factory=dict)
+    # Fields of SkyPilot's task, such as {resources: {accelerators: H100}}.
+    skypilot: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunsConfig:
     """job=runs, compare, report and upload."""
 
@@ -447,6 +464,7 @@ class Config:
     preflight: PreflightConfig = field(default=PreflightConfig(), metadata={"shorthand": "enabled"})
     tune: TuneConfig = TuneConfig()
     export: ExportConfig
+    submit: SubmitConfig = SubmitConfig()
     runs: RunsConfig = field(default=RunsConfig(), metadata={"shorthand": "paths"})
     report: ReportConfig = ReportConfig()
     sweep: SweepConfig = SweepConfig()

@@ -76,8 +76,11 @@ def commands(text: str, *, place: str) -> Iterator[Command]:
 
 
 def _pod_commands(text: str) -> Iterator[list[str]]:
-    """The commands of the containers in every block that is a Kubernetes PyTorchJob."""
+    """The commands of the containers in every block that is a TrainJob or a PyTorchJob of Kubernetes."""
     for block in _YAML.findall(text):
+        if "kind: TrainJob" in block:
+            trainer = yaml.safe_load(block)["spec"]["trainer"]
+            yield [*trainer["command"], *trainer["args"]]
         if "kind: PyTorchJob" in block:
             for replicas in yaml.safe_load(block)["spec"]["pytorchReplicaSpecs"].values():
                 yield from (container["command"] for container in replicas["template"]["spec"]["containers"])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import random
 import re
-import shlex
 import signal
 import sys
 import time
@@ -19,8 +17,8 @@ import psutil
 import pytest
 
 from tests.helpers import results, trouble
-from tests.helpers.command import ROOT, Started, run_framework, started_framework
-from tests.helpers.documents import shown_script
+from tests.helpers.command import Started, run_framework
+from tests.helpers.internals import quoted
 from tests.helpers.requirements import require
 from tests.helpers.slurm import Cluster, cluster
 from tests.helpers.trouble import Fault
@@ -81,25 +79,20 @@ def test_a_preflight_of_the_tasks_precedes_training(slurm: Cluster, tmp_path: Pa
     assert sorted(link["ranks"] for link in found["links"]) == [[0, 1], [0, 2], [1, 3], [2, 3]]
 
 
-def test_the_documented_batch_script_resumes(slurm: Cluster, tmp_path: Path) -> None:
-    """Another recipe, two tasks a node and no GPUs; SIGUSR1 by hand instead of near the end of four hours."""
+SUBMIT = (sys.executable, "-m", "framework", "job=submit", "submit.format=slurm", "trainer.gpus=0")
+
+
+def test_a_submitted_job_is_requeued_and_resumes(slurm: Cluster, tmp_path: Path) -> None:
+    """SIGUSR1 comes by hand instead of near the end of its time."""
     steps = 100
+    odd = 'it\'s "50 %" of $HOME\nänd `more`'
     trouble.write_recipe(tmp_path, Fault(pause=PAUSE_S))
-    text = shown_script((ROOT / "docs" / "launching.md").read_text())
-    for shown, own in {
-        "python -m framework recipe=": f"{shlex.join(FRAMEWORK)} trainer.max_steps={steps} recipe=",
-        "python -m framework resume=": f"{shlex.join(FRAMEWORK)} resume=",
-        "mnist": "trouble",
-        "--ntasks-per-node=4": "--ntasks-per-node=2",
-        "#SBATCH --gpus-per-node=4\n": "",
-        "#SBATCH --cpus-per-task=8\n": "",
-        "trouble_%j.out": "job.out",
-    }.items():
-        assert shown in text
-        text = text.replace(shown, own)
-    (tmp_path / "job.sh").write_text(text)
-    with slurm.started("sbatch", "job.sh", cwd=tmp_path) as submitted:
-        assert submitted.wait(timeout=30.0) == 0, submitted.printed()
+    where = ("topology.nnodes=2", "topology.procs_per_node=2")
+    options = ("submit.slurm={partition: all, time: '1:00:00'}", "submit.slurm.output=job.out")
+    training = ("recipe=trouble", f"trainer.max_steps={steps}", f"tags=[{quoted(odd)}]")
+    with slurm.started(*SUBMIT, *where, *options, *training, cwd=tmp_path) as submitted:
+        assert submitted.wait(timeout=START_S) == 0, submitted.printed()
+        assert re.fullmatch(r"Submitted trouble: SLURM job \d+", submitted.stdout().strip())
         wait_for_step(tmp_path, outputs="outputs/job_*")
         slurm.scancel("--signal=USR1", "--name=trouble")
         slurm.wait_for_jobs(timeout=2 * START_S)
@@ -111,16 +104,21 @@ def test_the_documented_batch_script_resumes(slurm: Cluster, tmp_path: Path) -> 
     assert "Finished trouble after" in printed
     assert results.pointed(run_dir, "last") == steps
     assert results.run_file(run_dir)["status"] == "finished"
+    assert results.run_file(run_dir)["tags"] == [odd]
 
 
-WORKERS = 3
+def test_what_slurm_refuses_is_reported(slurm: Cluster, tmp_path: Path) -> None:
+    refused = slurm.run(*SUBMIT, "recipe=toy", "submit.slurm.partition=nowhere", cwd=tmp_path, timeout=START_S)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("sbatch has failed with status 1: sbatch: error: invalid partition specified")
+    assert not list(tmp_path.iterdir())
+
+
 KILLS = 6
 TRIALS = 12
 SWEEP = (
-    "-m",
     "recipe=trouble",
     "trainer.gpus=0",
-    "launcher=local",
     f"seed=range({TRIALS})",
     "trainer.max_steps=60",
     "trainer.val_check_interval=20",
@@ -130,30 +128,26 @@ SWEEP = (
 
 
 @pytest.mark.timeout(600)
-def test_the_documented_array_of_workers_survives_kills(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_submitted_array_of_workers_survives_kills(slurm: Cluster, tmp_path: Path) -> None:
     """At random moments a worker is killed with all that it runs, and requeued, as if its node had failed.
 
     Another one is signalled as near the end of its time, and the script itself requeues it.
     """
-    sweep = begun_sweep(tmp_path)
-    text = shown_script((ROOT / "docs" / "sweeps.md").read_text())
-    for shown, own in {"SWEEP": str(sweep), "--array=0-7": f"--array=0-{WORKERS - 1} --job-name=sweep"}.items():
-        assert shown in text
-        text = text.replace(shown, own)
-    (tmp_path / "array.sh").write_text(text)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    trouble.write_recipe(tmp_path, Fault(pause=PAUSE_S))
+    array = ("submit.slurm.array=0-2", "submit.slurm.job_name=sweep")
     choose = random.Random(0)
-    with slurm.started("sbatch", "--parsable", "array.sh", cwd=tmp_path, env={"PATH": path}) as submitted:
+    with slurm.started(*SUBMIT, "-m", *SWEEP, "sweep.jobs=1", *array, cwd=tmp_path) as submitted:
         assert submitted.wait(timeout=START_S) == 0, submitted.printed()
-        array = submitted.stdout().strip()
+        (sweep,) = (tmp_path / "outputs" / "multirun").iterdir()
+        number = submitted.stdout().split()[-1]
         task = choose.choice(wait_for_training(tmp_path))
-        slurm.scancel("--signal=USR1", f"{array}_{task}")
+        slurm.scancel("--signal=USR1", f"{number}_{task}")
         for _ in range(KILLS):
             time.sleep(choose.uniform(0.0, 3.0))
             task = choose.choice(wait_for_training(tmp_path))
             time.sleep(choose.uniform(0.0, 1.0))
             kill_worker(submitted, task)
-            slurm.requeue(f"{array}_{task}")
+            slurm.requeue(f"{number}_{task}")
         slurm.wait_for_jobs(timeout=2 * START_S)
     printed = "\n".join(file.read_text() for file in tmp_path.glob("slurm-*.out"))
     assert "Exited with exit code 75" in printed
@@ -161,21 +155,10 @@ def test_the_documented_array_of_workers_survives_kills(slurm: Cluster, tmp_path
     assert_same_sweep(sweep, undisturbed_sweep(tmp_path / "undisturbed"))
 
 
-def begun_sweep(folder: Path) -> Path:
-    """Return a sweep that was stopped soon after its beginning."""
-    trouble.write_recipe(folder, Fault(pause=PAUSE_S))
-    with started_framework(*SWEEP, "sweep.jobs=1", cwd=folder) as started:
-        started.wait_for_output("running", timeout=START_S)
-        started.process.send_signal(signal.SIGTERM)
-        assert started.wait(timeout=START_S) == 75, started.printed()
-    (sweep,) = (folder / "outputs" / "multirun").iterdir()
-    return sweep
-
-
 def undisturbed_sweep(folder: Path) -> Path:
     folder.mkdir()
     trouble.write_recipe(folder, Fault())
-    result = run_framework(*SWEEP, cwd=folder, timeout=2 * START_S)
+    result = run_framework("-m", *SWEEP, cwd=folder, timeout=2 * START_S)
     assert result.returncode == 0, result.stderr
     (sweep,) = (folder / "outputs" / "multirun").iterdir()
     return sweep

@@ -181,6 +181,17 @@ def test_auto_is_the_newest_unfinished_training(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().err == ""
 
 
+def test_a_run_that_auto_finds_began_with_its_weights(tmp_path: Path) -> None:
+    begins = ("init_from=weights.pt", "rerun=outputs/some/run", "seed=3")
+    assert found(tmp_path, "resume=auto", *begins) == list(begins)
+    stopped = make_run(tmp_path / "some", "2026-01-01", status="stopped")
+    write_small(stopped.checkpoints, 20)
+    typed = found(tmp_path, "resume=auto", *begins)
+    assert "seed=3" in typed
+    assert named(*typed).run_dir == stopped
+    assert not any(text.startswith(("init_from", "rerun")) for text in typed)
+
+
 def test_only_auto_is_searched(tmp_path: Path) -> None:
     assert found(tmp_path, "seed=1", "resume=some/where") == ["seed=1", "resume=some/where"]
     assert found(tmp_path, "seed=1") == ["seed=1"]
