@@ -1,21 +1,28 @@
 """Kills in the middle of an upload: does the run, resumed by its URL on a machine that has nothing of it, end the same?
 
     python -m benchmarks.remote --kills 100 --seed 0
+    python -m benchmarks.remote --step-times 10
 
-Each case trains the toy recipe with `path.outputs` in a bucket of an S3 server on this machine (moto's), which answers
-every upload a little later, as a distant one would. A checkpoint's first files are waited for: its first, second or
-third one, as drawn. Then, after a random part of the time that its upload takes, every process of the command gets
-SIGKILL at once. The case counts if the bucket has a checkpoint without its manifest by then, or the cache one that
-isn't in the bucket.
+Each run trains the toy recipe with `path.outputs` in a bucket of an S3 server on this machine (moto's), which answers
+every upload a little later, as a distant one would. The first files of a checkpoint are waited for: of the first,
+second or third one that the command uploads, as drawn. Then, after a random part of the time that its upload takes,
+every process of the command gets SIGKILL at once. It is counted if the bucket has a checkpoint without its manifest by
+then, or the cache one that isn't in the bucket. The run is resumed by its URL, with an empty cache; that is killed,
+too, and so on, four times.
 
-The run is then resumed by its URL with an empty cache, to its end. Its last checkpoint (weights, optimizer, schedule,
-callbacks, progress, generators) and every logged number must be those of a run that wasn't interrupted, bit for bit,
-and the bucket must have that checkpoint.
+The last command trains to the end. Its last checkpoint (weights, optimizer, schedule, callbacks, progress, generators)
+and every logged number must be those of a run that wasn't interrupted, bit for bit, and the bucket must have that
+checkpoint.
+
+`--step-times` compares steps per second of the digits recipe with and without the mirror, in interleaved runs, with the
+ranks in processes of their own and in the command's.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import random
 import signal
@@ -23,8 +30,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import final
 
 from tests.helpers import exact
@@ -36,6 +45,8 @@ _GONE_S = 10.0
 _POLL_S = 0.01
 # By which the server answers an upload later.
 _DELAY_S = 0.05
+# Of one run.
+_KILLS = 4
 # Of a checkpoint: its files, the records beside it, and its manifest.
 _UPLOADS = 10
 
@@ -53,6 +64,19 @@ TRAINING = (
     "callbacks=[ema]",
     "+callbacks.slow._target_=recipes.slow.Slow",
 )
+# Long enough for the mirror to look several times.
+LONG = (
+    "recipe=digits",
+    "trainer.gpus=0",
+    "logger=jsonl",
+    "trainer.max_steps=4000",
+    "trainer.max_epochs=null",
+    "trainer.log_every_n_steps=200",
+    "trainer.limit_val_batches=0",
+    "trainer.limit_test_batches=0",
+    "trainer.progress=false",
+    "checkpoint.every_n_steps=500",
+)
 # As slow as training is, compared with the time between two looks of the mirror.
 SLOW = """
 import time
@@ -66,17 +90,23 @@ class Slow(framework.Callback):
 
 
 @dataclass(frozen=True)
-class Case:
-    """One run that is killed."""
-
-    seed: int
-    # The kill comes while the checkpoint with this number is uploaded, counted from 1.
+class Kill:
+    # It comes while the checkpoint with this number is uploaded, counted from 1 in this command.
     checkpoint: int
     # After this part of the time that its upload takes.
     share: float
 
+
+@dataclass(frozen=True)
+class Case:
+    """One run that is killed several times."""
+
+    seed: int
+    kills: tuple[Kill, ...]
+
     def __str__(self) -> str:
-        return f"seed {self.seed}: killed in checkpoint {self.checkpoint}, at {self.share:.2f} of its upload"
+        kills = ", ".join(f"{kill.checkpoint} at {kill.share:.2f}" for kill in self.kills)
+        return f"seed {self.seed}, killed in checkpoints {kills}"
 
 
 @dataclass(frozen=True)
@@ -84,16 +114,16 @@ class Result:
     case: Case
     # A line for each thing that wasn't as in the uninterrupted run.
     wrong: tuple[str, ...]
-    # True if it was killed while a checkpoint was being uploaded.
-    counts: bool
-    # Complete checkpoints in the bucket after the kill.
-    num_complete: int
+    # How many kills came while a checkpoint was being uploaded, and how many after that.
+    num_counted: int
+    num_late: int
 
 
 def draw(seed: int) -> Case:
     """Return the case of a seed, always the same one."""
     choose = random.Random(seed)
-    return Case(seed, checkpoint=choose.choice((1, 2, 3)), share=choose.random())
+    kills = [Kill(choose.choice((1, 2, 3)), choose.random()) for _ in range(_KILLS)]
+    return Case(seed, tuple(kills))
 
 
 @final
@@ -103,8 +133,6 @@ class Remote:
     def __init__(self, s3: S3, folder: Path) -> None:
         self._s3 = s3
         self._folder = folder
-        # Bucket → the checkpoints of which it had something at any time.
-        self._seen: dict[str, set[str]] = {}
         (folder / "recipes").mkdir()
         (folder / "recipes" / "slow.py").write_text(SLOW)
         _train(*TRAINING, "path.outputs=whole", cwd=folder, s3=s3)
@@ -115,29 +143,38 @@ class Remote:
         """Do a case, and judge it."""
         bucket = self._s3.new_bucket()
         url = f"s3://{bucket}/runs"
+        counted = []
         with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as name:
-            killed = Path(name, "killed")
-            resumed = Path(name, "resumed")
-            self._kill(case, bucket, url=url, cache=killed)
-            incomplete, num_complete = self._checkpoints(bucket)
-            run = _run_in(killed / "s3" / bucket / "runs")
-            here = {path.name for path in (run / "checkpoints").glob("step_*")}
-            complete_there = self._complete(bucket)
-            counts = bool(incomplete or here - complete_there)
+            start: tuple[str, ...] = (*TRAINING, f"path.outputs={url}")
+            for number, kill in enumerate(case.kills):
+                cache = Path(name, f"machine_{number}")
+                self._kill(kill, bucket, (*start, f"path.cache={cache}"))
+                run = _run_in(cache / "s3" / bucket / "runs")
+                here = {path.name for path in (run / "checkpoints").glob("step_*")}
+                complete = self._complete(bucket)
+                counted.append(bool((self._present(bucket) | here) - complete))
+                start = (f"resume={url}/toy/{run.name}", "trust=true")
 
-            _train(f"resume={url}/toy/{run.name}", f"path.cache={resumed}", "trust=true", cwd=self._folder, s3=self._s3)
-            run = _run_in(resumed / "s3" / bucket / "runs")
+            cache = Path(name, "last_machine")
+            _train(*start, f"path.cache={cache}", cwd=self._folder, s3=self._s3)
+            run = _run_in(cache / "s3" / bucket / "runs")
             wrong = list(exact.differences(self._whole, run))
             last = (run / "checkpoints" / "last").resolve().name
             if last not in self._complete(bucket):
                 wrong.append(f"the bucket lacks {last}")
-            return Result(case, tuple(wrong), counts=counts, num_complete=num_complete)
+            return Result(case, tuple(wrong), num_counted=sum(counted), num_late=counted.count(False))
 
-    def _kill(self, case: Case, bucket: str, *, url: str, cache: Path) -> None:
-        arguments = (*TRAINING, f"path.outputs={url}", f"path.cache={cache}")
+    def _kill(self, kill: Kill, bucket: str, arguments: Sequence[str]) -> None:
+        before = self._present(bucket)
+        begun: set[str] = set()
+
+        def is_uploading() -> bool:
+            begun.update(self._present(bucket) - before)
+            return len(begun) >= kill.checkpoint
+
         with started_framework(*arguments, cwd=self._folder, env=dict(self._s3.env)) as started:
-            _wait(started, until=lambda: len(self._begun(bucket)) >= case.checkpoint)
-            time.sleep(case.share * _UPLOADS * _DELAY_S)
+            _wait(started, until=is_uploading)
+            time.sleep(kill.share * _UPLOADS * _DELAY_S)
             if started.process.poll() is None:
                 # The command leads a session and a group of its own.
                 os.killpg(started.process.pid, signal.SIGKILL)
@@ -148,23 +185,12 @@ class Remote:
         names: list[str] = self._s3.filesystem().find(bucket)
         return names
 
-    def _begun(self, bucket: str) -> set[str]:
-        """Return the checkpoints of which the bucket has something, or had."""
-        steps = self._seen.setdefault(bucket, set())
-        for name in self._names(bucket):
-            if "/checkpoints/step_" in name:
-                steps.add(Path(name).parent.name)
-        return steps
+    def _present(self, bucket: str) -> set[str]:
+        """Return the checkpoints of which the bucket has something."""
+        return {Path(name).parent.name for name in self._names(bucket) if "/checkpoints/step_" in name}
 
     def _complete(self, bucket: str) -> set[str]:
         return {Path(name).parent.name for name in self._names(bucket) if name.endswith("/manifest.json")}
-
-    def _checkpoints(self, bucket: str) -> tuple[set[str], int]:
-        """Return the checkpoints without a manifest, and how many have one."""
-        names = [Path(name) for name in self._names(bucket)]
-        begun = {name.parent.name for name in names if "/checkpoints/step_" in str(name)}
-        complete = self._complete(bucket)
-        return begun - complete, len(complete)
 
 
 def _train(*arguments: str, cwd: Path, s3: S3) -> None:
@@ -184,45 +210,73 @@ def _wait(started: Started, *, until: Callable[[], bool]) -> None:
 
 
 def _run_in(outputs: Path) -> Path:
-    (run,) = (outputs / "toy").iterdir()
+    (run,) = (outputs / "toy").glob("[!.]*")
     return run
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return Markdown: by the number of complete checkpoints at the kill, how many runs ended the same."""
-    lines = ["| complete checkpoints in the bucket | kills in an upload | identical |", "|---|---|---|"]
-    counted = [result for result in results if result.counts]
-    for number in sorted({result.num_complete for result in counted}):
-        group = [result for result in counted if result.num_complete == number]
-        lines.append(_line(str(number), group))
-    lines.append(_line("all", counted))
-    return "\n".join(lines)
-
-
-def _line(name: str, results: Sequence[Result]) -> str:
+    """Return Markdown: how many runs ended the same, and how many kills they had."""
+    num_counted = sum(result.num_counted for result in results)
+    num_late = sum(result.num_late for result in results)
     num_same = sum(not result.wrong for result in results)
-    return f"| {name} | {len(results)} | {num_same} |"
+    lines = [
+        "| runs | killed in an upload | killed after it | identical runs |",
+        "|---|---|---|---|",
+        f"| {len(results)} | {num_counted} | {num_late} | {num_same} |",
+    ]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1 if any run ended otherwise."""
     asked = _arguments(argv)
+    if asked.step_times:
+        with s3_server() as s3, tempfile.TemporaryDirectory(prefix="remote_") as name:
+            print(step_times(s3, Path(name), rounds=asked.step_times))
+        return 0
+    seeds = range(asked.seed, asked.seed + math.ceil(asked.kills / _KILLS))
     results: list[Result] = []
     with s3_server() as s3, tempfile.TemporaryDirectory(prefix="remote_") as name:
         remote = Remote(s3, Path(name))
-        seed = asked.seed
-        while sum(result.counts for result in results) < asked.kills:
-            case = draw(seed)
-            seed += 1
-            result = _judged(remote, case)
-            results.append(result)
-            word = "WRONG" if result.wrong else "same "
-            note = "" if result.counts else " (after the upload: not counted)"
-            print(f"{word} {case}; {result.num_complete} complete{note}", flush=True)
-            for line in result.wrong:
-                print(f"  {line}", flush=True)
+        with ThreadPoolExecutor(asked.workers) as pool:
+            for result in pool.map(lambda seed: _judged(remote, draw(seed)), seeds):
+                results.append(result)
+                word = "WRONG" if result.wrong else "same "
+                print(f"{word} {result.case}; {result.num_counted} in an upload", flush=True)
+                for line in result.wrong:
+                    print(f"  {line}", flush=True)
     print(table(results))
     return 1 if any(result.wrong for result in results) else 0
+
+
+def step_times(s3: S3, folder: Path, *, rounds: int) -> str:
+    """Return Markdown: steps per second with and without the mirror, the medians of runs that take turns."""
+    lines = [
+        "| launcher | without the mirror, steps/s | with it | median ratio of the pairs |",
+        "|---|---|---|---|",
+    ]
+    for launcher in ("local", "in_process"):
+        without: list[float] = []
+        mirrored: list[float] = []
+        for number in range(rounds):
+            arguments = (*LONG, f"launcher={launcher}", f"path.cache={folder / 'cache'}")
+            outputs = folder / f"{launcher}_{number}"
+            _train(*arguments, f"path.outputs={outputs}", cwd=folder, s3=s3)
+            without.append(_speed(outputs))
+            bucket = s3.new_bucket()
+            _train(*arguments, f"path.outputs=s3://{bucket}/runs", cwd=folder, s3=s3)
+            mirrored.append(_speed(folder / "cache" / "s3" / bucket / "runs"))
+        ratio = median(there / here for here, there in zip(without, mirrored, strict=True))
+        lines.append(f"| {launcher} | {median(without):.0f} | {median(mirrored):.0f} | {ratio:.3f} |")
+    return "\n".join(lines)
+
+
+def _speed(outputs: Path) -> float:
+    """Return the steps per second of the one run in a folder; the first rows have the start of training."""
+    (file,) = outputs.glob("digits/[!.]*/metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    speeds = [row["train/steps_per_s"] for row in rows if "train/steps_per_s" in row]
+    return median(speeds[2:])
 
 
 def _judged(remote: Remote, case: Case) -> Result:
@@ -230,13 +284,15 @@ def _judged(remote: Remote, case: Case) -> Result:
         return remote.run(case)
     # Whatever it is, the other cases still have to be run.
     except Exception as error:
-        return Result(case, (f"{type(error).__name__}: {error}",), counts=True, num_complete=0)
+        return Result(case, (f"{type(error).__name__}: {error}",), num_counted=0, num_late=0)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="that come in the middle of an upload")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case; the next one has the next number")
+    parser.add_argument("--kills", type=int, default=100, help=f"{_KILLS} of each run")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; the next one has the next number")
+    parser.add_argument("--step-times", type=int, metavar="ROUNDS", help="compare step times instead")
+    parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
     return parser.parse_args(argv)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.features.test_bad_input import Command, command  # noqa: F401
+from tests.helpers.command import run_python, started_python
+from tests.helpers.internals import Uploader
+from tests.unit.remote.faults import Run
 
 TRAINING = (
     "recipe=toy",
@@ -89,3 +93,47 @@ def test_what_cannot_be_uploaded_is_refused(command: Command, shared_run, runs: 
     answer = command("job=upload", f"runs={runs.format(run=run)}")
     assert answer.status == 2
     assert said in answer.err
+
+
+def test_a_run_without_a_url_loads_nothing_of_this(tmp_path) -> None:
+    program = (
+        "import sys; from framework.command import compose; "
+        f"print(compose.main({list(TRAINING)})); "
+        "print([name for name in sys.modules if name.startswith(('fsspec', 's3fs', 'framework.remote.'))])"
+    )
+    result = run_python("-c", program, cwd=tmp_path)
+    # place.py says that a path is no URL.
+    assert result.stdout.splitlines()[-2:] == ["0", "['framework.remote.place']"], result.stdout + result.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_kill_in_a_multipart_upload_leaves_no_file(s3, shared_run, tmp_path) -> None:
+    url = f"s3://{s3.new_bucket()}/a/team/toy/run"
+    run = Run(tmp_path, shared_run(*TRAINING[:2], *TRAINING[3:]), url=url)
+    # In three parts.
+    run.save(10, content=bytes(120 * 2**20))
+    program = (
+        "from pathlib import Path; from tests.helpers.internals import RemotePlace, Uploader; "
+        f"place = RemotePlace.of_local(Path({str(run.path)!r})); "
+        "Uploader(place, on_progress=lambda: print('part', flush=True)).upload()"
+    )
+    bucket = url.split("/")[2]
+    with started_python("-c", program) as started:
+        s3.set_fault(requests="^PUT .*/model.pt", delay_s=1.0)
+        deadline_s = time.monotonic() + 60.0
+        while not any(path.endswith("run.json") for path in s3.filesystem().find(bucket)):
+            assert time.monotonic() < deadline_s, started.printed()
+        parts_before = started.stdout().count("part")
+        while started.stdout().count("part") == parts_before:
+            assert time.monotonic() < deadline_s, started.printed()
+        started.process.kill()
+        started.process.wait()
+    assert not [name for name in objects(s3, bucket) if name.startswith("checkpoints/")]
+
+    s3.set_fault(count=0)
+    uploader = Uploader(run.place)
+    while uploader.upload():
+        pass
+    content = objects(s3, bucket)
+    assert len(content["checkpoints/step_00000010/model.pt"]) == 120 * 2**20 + 2
+    assert content["checkpoints/last"] == b"step_00000010"

@@ -88,9 +88,9 @@ def operations() -> tuple[str, ...]:
 class Run:
     """A run directory below a cache."""
 
-    def __init__(self, cache: Path, records: Path) -> None:
+    def __init__(self, cache: Path, records: Path, *, url: str = URL) -> None:
         """records: of a run whose config.yaml and run.json it gets."""
-        self.place = RemotePlace.of_url(URL, cache=str(cache))
+        self.place = RemotePlace.of_url(url, cache=str(cache))
         self.place.make_local()
         self.path = self.place.local
         for name in ("config.yaml", "run.json"):
