@@ -124,8 +124,12 @@ def s3_for_all() -> Iterator[S3]:
 @pytest.fixture
 def s3(s3_for_all: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     """An S3 server, which this process and those that it starts use. Its faults end with the test."""
+    import fsspec
+
     for name, value in s3_for_all.env.items():
         monkeypatch.setenv(name, value)
+    # As in a new process, where credentials are looked up.
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     yield s3_for_all
     s3_for_all.set_fault(count=0)
 

@@ -23,8 +23,9 @@ from framework.command import document
 from framework.command.job import check_request, load_job
 from framework.command.mistakes import explain, refuse_words
 from framework.command.models import KEY, typed_models
+from framework.command.remote_runs import RemoteRuns
 from framework.command.request import JobResult, PythonCall, Request
-from framework.command.resume import BaseRun, find_base, is_trusted, names_a_run, own_outputs, typed_path
+from framework.command.resume import BaseRun, cache_of, find_base, is_trusted, names_a_run, own_outputs, typed_path
 from framework.command.words import is_of_submission, is_of_sweeps, is_override
 from framework.config.assets import docs_dir, import_from_working_dir, user_config_dir
 from framework.config.hydra_compose import (
@@ -207,6 +208,7 @@ class _Command:
         self._models: list[str] = []
         self._bases: dict[str, tuple[BaseRun, list[str]]] = {}
         self._search_path: tuple[str, ...] = ()
+        self._remote = RemoteRuns(lambda: cache_of(self._typed, compose=self._compose_raw))
 
     def run(self) -> JobResult:
         """Compose, parse and check the configuration of every job, then run them; return how they ended."""
@@ -227,7 +229,7 @@ class _Command:
                 typed = [text for text in typed if key_of(text) != "resume"]
             of_command = typed
             if self._is_sweep:
-                self._models = typed_models(typed)
+                self._models = typed_models(typed, fetched=self._remote.checkpoint)
             if self._models:
                 # Each of the others is found when its trials are composed.
                 typed = _with_model(typed, self._models[0])
@@ -459,6 +461,8 @@ class _Command:
     ) -> Request:
         """Return what a job is given. number: of the job in a sweep."""
         raw = base.configuration(composed)
+        if load_job(raw["job"]).needs_ranks:
+            raw = self._remote.pinned(raw)
         if self._call is not None and self._call.name is not None:
             raw["recipe"] = self._call.name
         config = parse(raw)

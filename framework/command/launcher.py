@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from framework.checkpoint import find, find_weights
 from framework.config.schema import BackendName, Config, Node
@@ -14,6 +13,7 @@ from framework.data.batching import plan_steps
 from framework.errors import ConfigError, RequestError
 from framework.launch.base import Launcher, launcher_class
 from framework.launch.handshake import ExternalRanks
+from framework.remote.weights import weights_path
 from framework.strategies.callback_rules import callback_mistakes, weight_mistakes
 from framework.strategies.rules import refusals, rules_of, strategy_request
 
@@ -44,7 +44,7 @@ def place(
         is_planned: the run is only shown, so neither `trainer.gpus` nor the rendezvous endpoint has to exist.
     """
     if config.init_from is not None and config.resume is None:
-        weights = Path(config.init_from)
+        weights = weights_path(config.init_from, cache=config.path.cache)
         if find_weights(weights) is None:
             find(weights)
 

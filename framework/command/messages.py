@@ -13,6 +13,7 @@ from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED
 from framework.monitoring.slow_ranks import SlowRank
+from framework.remote.place import display_place
 from framework.runs.compare import NO_CODE, cell, compare_origins
 from framework.system.formatting import display_path, format_count, format_facts, format_table
 from framework.system.run_dir import RunDir, read_object
@@ -106,7 +107,7 @@ def resume_arguments(run_dir: RunDir) -> str:
     """Return the arguments that resume a run, with the typed `path.outputs`: only below it is the run the user's."""
     record = read_object(run_dir.run_file) or {}
     outputs = outputs_arguments(record.get("overrides", []))
-    return " ".join([resume_argument(display_path(run_dir.path)), *outputs])
+    return " ".join([resume_argument(display_place(run_dir.path)), *outputs])
 
 
 def tensorboard_command(folder: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,13 @@ from framework.system.shown_text import shown
 KEY = "checkpoint.path"
 
 
-def typed_models(typed: Sequence[str]) -> list[str]:
+def typed_models(typed: Sequence[str], *, fetched: Callable[[str], str]) -> list[str]:
     """Return an override `checkpoint.path=PATH` for each model; none if one run or checkpoint is typed, or nothing.
 
     A sweep stands for the best checkpoint of each of its trials that has one; the other trials are named on standard
     error. Raises ConfigError if nothing remains.
+
+    fetched: returns the local path of one that a URL names, and other paths as they are.
     """
     texts = [text for text in typed if key_of(text) == KEY]
     if not texts:
@@ -40,7 +42,7 @@ def typed_models(typed: Sequence[str]) -> list[str]:
         return []
     models: dict[str, None] = {}
     for path in paths:
-        places = _trials_of(path) if is_sweep(Path(path)) else [path]
+        places = _trials_of(path) if is_sweep(Path(path)) else [fetched(path)]
         models |= dict.fromkeys(places)
     if not models:
         raise ConfigError(f"{texts[-1]}: no trial of the sweep has a checkpoint yet.")

@@ -13,12 +13,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from framework.checkpoint import LocalStorage, find
 from framework.checkpoint.layout import CONFIG_NAME
 from framework.command.job import load_job
+from framework.command.remote_runs import RemoteRuns, fetch_records_of
 from framework.command.trust import check_trust, why_not_owned
 from framework.config.apply_typed import apply_typed
 from framework.config.find_run import is_run, newest_unfinished
@@ -31,7 +33,8 @@ from framework.config.schema import PathConfig
 from framework.config.secrets import masked_override, missing_secrets
 from framework.config.values import show
 from framework.errors import ConfigError
-from framework.remote.place import outputs_folder
+from framework.remote.place import RemotePlace, is_url, outputs_folder
+from framework.runs.record import user_name
 from framework.sweeps.find import is_sweep
 from framework.system.formatting import display_path
 from framework.system.run_dir import RunDir
@@ -117,6 +120,7 @@ def find_base(
         swept: the overrides are for the jobs of a sweep.
     """
     typed = find_auto_run(typed, compose=compose)
+    typed = RemoteRuns(partial(cache_of, typed, compose=compose)).with_local(typed, _KEYS)
     may_run_code = is_trusted(typed)
     found = saved_run(typed)
     if found is None:
@@ -155,7 +159,13 @@ def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
     if not load_job(job).trains:
         raise ConfigError(f"resume=auto can't go with job={job}: it continues a training run. Leave it out.")
     folder = _outputs_of(composed) / composed["recipe"]
+    trouble = None
+    if is_url(composed["path"]["outputs"]):
+        trouble = fetch_records_of(composed["path"], composed["recipe"])
     run_dir = newest_unfinished(folder, is_own=_is_own)
+    if trouble is not None and run_dir is None:
+        # A new run would repeat what may be there.
+        raise trouble
 
     # The other nodes do the same.
     if composed["topology"]["node_rank"] == 0:
@@ -177,10 +187,18 @@ def find_auto_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
 
 def _is_own(run_dir: RunDir) -> bool:
     """Return True unless another user has made the run; print it if so."""
-    reason = why_not_owned(run_dir.path, checks_writers=False)
+    reason = why_not_owned(run_dir.path, checks_writers=False) or _why_not_mine(run_dir)
     if reason is not None:
         print(shown(f"resume=auto: {display_path(run_dir.path)} is left out: {reason}"), file=sys.stderr, flush=True)
     return reason is None
+
+
+def _why_not_mine(run_dir: RunDir) -> str | None:
+    """Return why a run that was fetched isn't this user's, by its record; the copy itself is."""
+    user = (run_dir.read_run().get("process") or {}).get("user")
+    if user is None or RemotePlace.of_local(run_dir.path) is None or user == user_name():
+        return None
+    return f"{user} has started it"
 
 
 def saved_run(typed: Sequence[str]) -> SavedRun | None:
@@ -255,7 +273,7 @@ def own_outputs(typed: Sequence[str], *, compose: Compose, recipe: Any = None) -
 
     recipe: the run's; the user's own file of that name may set it.
     """
-    places = [text for text in typed if key_of(text) in ("path", "path.outputs") or key_of(text).startswith("hydra")]
+    places = [text for text in typed if key_of(text).startswith(("path", "hydra"))]
     recipes = []
     if re.fullmatch(r"[\w-]+(/[\w-]+)*", str(recipe)):
         recipes.append(f"recipe={recipe}")
@@ -272,6 +290,13 @@ def _outputs_of(composed: Mapping[str, Any]) -> Path:
     """Return the folder of `path.outputs` in a composed configuration."""
     path = composed["path"]
     return outputs_folder(PathConfig(outputs=str(path["outputs"]), cache=path.get("cache")))
+
+
+def cache_of(typed: Sequence[str], *, compose: Compose) -> str | None:
+    """Return `path.cache` of the command, as typed or as the user's own files set it."""
+    places = [text for text in typed if key_of(text).startswith(("path", "hydra"))]
+    cache = compose(places)["path"].get("cache")
+    return None if cache is None else str(cache)
 
 
 def is_trusted(typed: Sequence[str]) -> bool:

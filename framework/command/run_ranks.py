@@ -27,7 +27,7 @@ from framework.launch.handshake import RunSpec, make_visible
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import FailureReport, render
-from framework.remote.place import outputs_folder
+from framework.remote.place import note_trained_here, outputs_folder
 from framework.runs.record import RunStart, record_end, record_start
 from framework.system.files import read_bytes
 from framework.system.formatting import display_path
@@ -71,6 +71,7 @@ def run_ranks(
             _mirroring(request, run_dir),
             _records_kept_if_refused(run_dir),
         ):
+            note_trained_here(run_dir)
             record_start(run_dir, _run_start(request))
             if request.config.rerun is not None and request.config.resume is None:
                 print(shown(rerun_message(Path(request.config.rerun), run_dir)), file=sys.stderr, flush=True)

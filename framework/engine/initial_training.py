@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from framework.checkpoint import find_weights
 from framework.checkpoint.weights_file import read_content
 from framework.config.schema import Config
@@ -11,6 +9,7 @@ from framework.errors import CheckpointError, ConfigError
 from framework.optim.optimizer import restore_optimizer
 from framework.optim.schedule import Schedules
 from framework.optim.several import join_states
+from framework.remote.weights import weights_path
 from framework.training.trainer import Trainer
 from framework.types import hooks
 
@@ -23,7 +22,7 @@ def load_initial_training(trainer: Trainer, config: Config) -> None:
         ConfigError: the task can't read them, or the model is sharded.
     """
     state = trainer.state
-    path = Path(str(config.init_from))
+    path = weights_path(str(config.init_from), cache=config.path.cache)
     readers = hooks([state.task], "initial_training")
     files = find_weights(path)
     if not readers or files is None:

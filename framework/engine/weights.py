@@ -22,6 +22,7 @@ from framework.config.yaml_files import load_yaml
 from framework.distributed.context import Context
 from framework.distributed.sharded import is_model_sharded
 from framework.errors import CheckpointError
+from framework.remote.weights import weights_path
 from framework.system.rank_log import logger, show
 from framework.training.content_hash import hash_of
 from framework.training.task_state import with_model_state
@@ -72,7 +73,7 @@ def load_initial_weights(model: nn.Module, config: Config, *, context: Context) 
         CheckpointError: the weights can't be read or don't fit.
         ConfigError: no name matches a pattern of `init`.
     """
-    path = Path(str(config.init_from))
+    path = weights_path(str(config.init_from), cache=config.path.cache)
     weight_files = find_weights(path)
     if weight_files is not None:
         state = read_weights(weight_files)
@@ -105,7 +106,7 @@ def load_for_task(model: nn.Module, config: Config) -> None:
     """
     if config.init_from is None or not takes(config.task, "model"):
         return
-    path = Path(str(config.init_from))
+    path = weights_path(str(config.init_from), cache=config.path.cache)
     weight_files = find_weights(path)
     if weight_files is not None:
         state: Mapping[str, Any] = read_weights(weight_files)

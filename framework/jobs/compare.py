@@ -22,9 +22,8 @@ from framework.command.job import Job
 from framework.command.request import JobResult, Request
 from framework.errors import ConfigError
 from framework.jobs.runs import answers_json
-from framework.remote.place import outputs_folder
 from framework.runs.compare import Section, compare, render
-from framework.runs.find import named_runs
+from framework.runs.find import local_runs, named_runs
 from framework.runs.listing import csv_cell
 from framework.runs.record import RunRecord
 from framework.system.output import answer
@@ -43,10 +42,11 @@ class Compare(Job):
         """Print what differs. Raises ConfigError for a path that is no run, or fewer than two runs."""
         settings = request.config.runs
         as_json = self.answers_json(request)
-        paths = settings.paths or ()
-        records = named_runs(paths, outputs=outputs_folder(request.config.path)).records
+        paths, outputs = local_runs(request.config)
+        records = named_runs(paths or (), outputs=outputs).records
         if len(records) < 2:
-            raise ConfigError(f"job=compare needs two or more runs, and {','.join(paths)} is one. Use runs=[RUN,RUN].")
+            named = ",".join(settings.paths or ())
+            raise ConfigError(f"job=compare needs two or more runs, and {named} is one. Use runs=[RUN,RUN].")
 
         sections = compare(records)
         if settings.format == "csv":

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
-from framework.remote.place import outputs_folder
-from framework.runs.find import named_place, named_runs
+from framework.runs.find import local_runs, named_place, named_runs
 from framework.runs.report.page import make_page
 from framework.sweeps.folder import SweepFolder
 from framework.sweeps.search import importances
@@ -30,8 +29,8 @@ class Report(Job):
     def run(self, request: Request) -> JobResult:
         """Write the page. Raises ConfigError for a path that is no run, or an output that can't be written."""
         output = checked_output(request.config.report.output, key=_KEY, suffixes=(".html",))
-        paths = request.config.runs.paths or ()
-        outputs = outputs_folder(request.config.path)
+        paths, outputs = local_runs(request.config)
+        paths = paths or []
         records = named_runs(paths, outputs=outputs).records
         with atomic_output(output, key=_KEY) as path:
             path.write_text(make_page(records, importances=_importances(paths, outputs=outputs)), encoding="utf-8")

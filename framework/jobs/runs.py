@@ -29,8 +29,8 @@ from typing import Any
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
 from framework.errors import ConfigError
-from framework.remote.place import outputs_folder
-from framework.runs.find import find_runs, named_place, named_runs
+from framework.remote.place import is_url
+from framework.runs.find import find_runs, local_runs, named_place, named_runs
 from framework.runs.listing import csv_text, list_text, matching, ordered, plain
 from framework.runs.record import print_left_out
 from framework.sweeps.find import is_sweep
@@ -54,20 +54,22 @@ class Runs(Job):
         """Print the list. Raises ConfigError for a wrong condition, name or path."""
         settings = request.config.runs
         as_json = self.answers_json(request)
-        outputs = outputs_folder(request.config.path)
-        if settings.paths is None:
+        paths, outputs = local_runs(request.config)
+        if paths is None:
             found = find_runs(outputs)
             where = display_path(outputs)
+            if is_url(request.config.path.outputs):
+                where = request.config.path.outputs
         else:
-            found = named_runs(settings.paths, outputs=outputs)
-            where = ", ".join(settings.paths)
+            found = named_runs(paths, outputs=outputs)
+            where = ", ".join(settings.paths or ())
 
         listed = ordered(matching(found.records, settings.filter), settings.sort)
         if settings.format == "csv":
             answer(csv_text(listed))
         elif not as_json:
             text = list_text(listed, num_found=len(found.records), num_damaged=found.num_damaged, where=where)
-            tables = _tables_of_sweeps(settings.paths or (), outputs=outputs)
+            tables = _tables_of_sweeps(paths or (), outputs=outputs)
             answer(shown("\n\n".join([text, *tables])))
         # It reads the metrics of all of them.
         return JobResult(0, results=[plain(record) for record in listed] if as_json else None)

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 from framework.config.schema import PathConfig
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError, RequestError
+from framework.system.formatting import display_path
+from framework.system.run_dir import RunDir
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 # In path.cache: says that the folders beside it are protocols, and the path below each is that of a URL.
 _MARKER = ".remote_runs"
+# In a run directory that was fetched: which object each of its files is of.
+FETCHED = ".fetched.json"
 _SEPARATOR = "://"
 # fsspec's names for folders of this machine.
 _LOCAL_PROTOCOLS = ("file", "local")
@@ -115,6 +119,22 @@ def outputs_folder(path: PathConfig) -> Path:
     if is_url(path.outputs):
         return RemotePlace.of_url(path.outputs, cache=path.cache).local
     return Path(path.outputs).expanduser().absolute()
+
+
+def display_place(path: Path) -> str:
+    """Return the URL that a local path stands for, which can be typed on any machine; of other paths `display_path`."""
+    place = RemotePlace.of_local(path)
+    return display_path(path) if place is None else place.url
+
+
+def is_copy(run_dir: Path) -> bool:
+    """Return True if a run directory was fetched, and not trained here since."""
+    return (run_dir / FETCHED).exists()
+
+
+def note_trained_here(run_dir: RunDir) -> None:
+    """Note that a run is trained here from now on: if it was fetched, it is no copy any more."""
+    (run_dir.path / FETCHED).unlink(missing_ok=True)
 
 
 def cache_folder(cache: str | None) -> Path:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from framework.config.schema import Config
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
+from framework.remote.place import RemotePlace, is_url, outputs_folder
 from framework.runs.record import DamagedRunError, RunRecord, print_left_out, read_run
 from framework.system.formatting import display_path
 
@@ -124,6 +126,36 @@ def named_runs(paths: Sequence[str], *, outputs: Path) -> FoundRuns:
             records.setdefault(_real(record.run_dir.path), record)
         num_damaged += found.num_damaged
     return FoundRuns(list(records.values()), num_damaged)
+
+
+def local_runs(config: Config) -> tuple[list[str] | None, Path]:
+    """Return `runs.paths` and the folder of `path.outputs`, with the folders that stand for URLs.
+
+    The records at these URLs are fetched. Raises RemoteError if one can't be read.
+    """
+    outputs = outputs_folder(config.path)
+    texts = config.runs.paths
+    # A name is looked up there.
+    reads_outputs = texts is None or any("/" not in text for text in texts)
+    if is_url(config.path.outputs) and reads_outputs:
+        _fetch(RemotePlace.of_url(config.path.outputs, cache=config.path.cache))
+    if texts is None:
+        return None, outputs
+
+    paths = []
+    for text in texts:
+        if is_url(text):
+            place = RemotePlace.of_url(text, cache=config.path.cache)
+            _fetch(place)
+            text = str(place.local)
+        paths.append(text)
+    return paths, outputs
+
+
+def _fetch(place: RemotePlace) -> None:
+    from framework.remote.fetch import fetch_records
+
+    fetch_records(place)
 
 
 def _nearest_folder(path: Path) -> str:

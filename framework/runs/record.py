@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import pwd
 import shlex
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from framework.config.saved import load_run, save_config
 from framework.config.secrets import Secrets, masked_arguments, masked_override
 from framework.config.topology import Topology
 from framework.errors import ConfigError, RequestError, RunError
+from framework.remote.place import display_place, is_copy
 from framework.system.files import FileFacts, content_damage, open_regular
 from framework.system.formatting import display_path
 from framework.system.hardware import cpu_count, visible_gpus
@@ -115,7 +117,7 @@ def _start_facts(start: RunStart) -> dict[str, Any]:
     facts = {
         "status": "running",
         "started": _now(),
-        "process": {"pid": os.getpid(), "host": socket.gethostname()},
+        "process": {"pid": os.getpid(), "host": socket.gethostname(), "user": user_name()},
         "command": secrets.masked_text(command),
         **described(start.raw, secrets.masked_overrides(start.overrides)),
         "tags": list(start.raw.get("tags") or ()),
@@ -186,6 +188,14 @@ def _save_objects(run_dir: RunDir, start: RunStart) -> _Objects:
     file.write_bytes(start.objects)
     facts[file.name] = FileFacts.of(start.objects)
     return _Objects({"objects": [*files, str(file)]}, facts)
+
+
+def user_name() -> str:
+    """Return the name of the user whose process this is, or the number if it has none."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
 
 
 def _now() -> str:
@@ -262,7 +272,7 @@ class RunRecord:
 
     @cached_property
     def run(self) -> str:
-        return display_path(self.run_dir.path)
+        return display_place(self.run_dir.path)
 
     @property
     def recipe(self) -> str:
@@ -275,9 +285,12 @@ class RunRecord:
 
     @cached_property
     def status(self) -> str:
-        """Return finished, stopped, failed, interrupted, running, or crashed: running, but no process is."""
+        """Return finished, stopped, failed, interrupted, running, or crashed: running, but no process is.
+
+        A run that was fetched may be running on another machine.
+        """
         status = str(self.facts["status"])
-        if status == "running" and not is_locked(self.run_dir):
+        if status == "running" and not is_locked(self.run_dir) and not is_copy(self.run_dir.path):
             return "crashed"
         return status
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any, final
 
 import fsspec
@@ -60,6 +61,16 @@ class S3:
         name = f"bucket{next(_numbers)}"
         self.filesystem().mkdir(name)
         return name
+
+    def upload(self, run_dir: Path, path: str) -> None:
+        """Put a run into the bucket as the mirror does: its pointers are objects, and hidden files stay."""
+        files = self.filesystem()
+        for file in run_dir.rglob("*"):
+            name = file.relative_to(run_dir)
+            if file.is_symlink():
+                files.pipe_file(f"{path}/{name}", str(file.readlink()).encode())
+            elif file.is_file() and not any(part.startswith(".") for part in name.parts):
+                files.put_file(str(file), f"{path}/{name}")
 
     def flip_bit(self, path: str) -> None:
         """Damage an object, in its middle; its size stays."""

@@ -94,7 +94,7 @@ class FaultyServer:
             code = _CODES[fault.status]
             content = f"<Error><Code>{code}</Code><Message>{code}, as the test wants it</Message></Error>".encode()
             start_response(f"{fault.status} {code}", [("Content-Type", "application/xml")])
-            return [content]
+            return [b"" if environ["REQUEST_METHOD"] == "HEAD" else content]
         answer = self._application(environ, start_response)
         if fault.cut_after is None:
             return answer
