@@ -5,10 +5,10 @@
 
 Each run trains the toy recipe with `path.outputs` in a bucket of an S3 server on this machine (moto's), which answers
 every upload a little later, as a distant one would. The first files of a checkpoint are waited for: of the first,
-second or third one that the command uploads, as drawn. Then, after a random part of the time that its upload takes,
-every process of the command gets SIGKILL at once. It is counted if the bucket has a checkpoint without its manifest by
-then, or the cache one that isn't in the bucket. The run is resumed by its URL, with an empty cache; that is killed,
-too, and so on, four times.
+second or third one that the command uploads, as drawn. Then, after a random part of the time that its upload takes, the
+command gets SIGKILL; it trains in its own process. The kill is counted if the bucket has a checkpoint without its
+manifest by then, or the cache one that isn't in the bucket. The run is resumed by its URL, with an empty cache; that is
+killed, too, and so on, four times.
 
 The last command trains to the end. Its last checkpoint (weights, optimizer, schedule, callbacks, progress, generators)
 and every logged number must be those of a run that wasn't interrupted, bit for bit, and the bucket must have that
@@ -23,26 +23,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import final
+from uuid import uuid4
 
 from tests.helpers import exact
-from tests.helpers.command import Started, started_framework
 from tests.helpers.s3 import S3, s3_server
 
 _TIMEOUT_S = 300.0
-_GONE_S = 10.0
-_POLL_S = 0.01
+_POLL_S = 0.05
 # By which the server answers an upload later.
 _DELAY_S = 0.05
 # Of one run.
@@ -52,6 +54,7 @@ _UPLOADS = 10
 
 TRAINING = (
     "recipe=toy",
+    "launcher=in_process",
     "trainer.gpus=0",
     "logger=jsonl",
     "trainer.max_steps=100",
@@ -172,14 +175,9 @@ class Remote:
             begun.update(self._present(bucket) - before)
             return len(begun) >= kill.checkpoint
 
-        with started_framework(*arguments, cwd=self._folder, env=dict(self._s3.env)) as started:
-            _wait(started, until=is_uploading)
+        with _started(arguments, cwd=self._folder, s3=self._s3) as command:
+            _wait(command, until=is_uploading)
             time.sleep(kill.share * _UPLOADS * _DELAY_S)
-            if started.process.poll() is None:
-                # The command leads a session and a group of its own.
-                os.killpg(started.process.pid, signal.SIGKILL)
-                started.process.wait()
-            started.assert_all_gone(within_s=_GONE_S)
 
     def _names(self, bucket: str) -> list[str]:
         names: list[str] = self._s3.filesystem().find(bucket)
@@ -193,19 +191,54 @@ class Remote:
         return {Path(name).parent.name for name in self._names(bucket) if name.endswith("/manifest.json")}
 
 
+@contextmanager
+def _started(arguments: Sequence[str], *, cwd: Path, s3: S3) -> Iterator[BaseProcess]:
+    """Run a command, in a process that has torch already; at the end, SIGKILL all of it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["framework.engine.train", "framework.command.compose", "s3fs"])
+    log = cwd / f"{uuid4().hex}.log"
+    command = context.Process(target=_command, args=(list(arguments), str(cwd), str(log), dict(s3.env)))
+    command.start()
+    try:
+        yield command
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{log.read_text()}") from error
+    finally:
+        assert command.pid is not None
+        # It may have ended, or not have begun.
+        with suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
+        command.kill()
+        command.join()
+
+
+def _command(arguments: list[str], folder: str, log: str, env: dict[str, str]) -> None:
+    """Do what `python -m framework` does in this folder."""
+    os.setsid()
+    os.environ.update(env)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    from framework.command import compose
+
+    sys.exit(compose.main(arguments))
+
+
 def _train(*arguments: str, cwd: Path, s3: S3) -> None:
-    with started_framework(*arguments, cwd=cwd, env=dict(s3.env)) as started:
-        status = started.wait(timeout=_TIMEOUT_S)
-        if status != 0:
-            raise AssertionError(f"exit status {status}\n{started.printed()}")
+    with _started(arguments, cwd=cwd, s3=s3) as command:
+        command.join(_TIMEOUT_S)
+        if command.exitcode != 0:
+            raise AssertionError(f"exit status {command.exitcode}")
 
 
-def _wait(started: Started, *, until: Callable[[], bool]) -> None:
+def _wait(command: BaseProcess, *, until: Callable[[], bool]) -> None:
     """Return when it is so, or the command has ended."""
     deadline_s = time.monotonic() + _TIMEOUT_S
-    while not until() and started.process.poll() is None:
+    while not until() and command.is_alive():
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"still running after {_TIMEOUT_S} s\n{started.printed()}")
+            raise AssertionError(f"still running after {_TIMEOUT_S} s")
         time.sleep(_POLL_S)
 
 

@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -71,15 +71,21 @@ class LocalRecord:
     claim: int | None = None
     # Path in the run → what `upload.Stamp` says of the file that was uploaded.
     files: Mapping[str, list[int]] = field(default_factory=dict)
+    # The number of the directory in its file system: a copy of it has another one.
+    inode: int = 0
 
     @staticmethod
     def read(run_dir: Path) -> LocalRecord:
-        """Return the record; a new one if there is none, or it is damaged."""
+        """Return the record; a new one if there is none, it is damaged, or it was copied with the directory."""
+        inode = run_dir.stat().st_ino
         content = read_object(run_dir / LOCAL_RECORD)
         try:
-            return LocalRecord(**content) if content is not None else LocalRecord()
+            record = LocalRecord(**(content or {"inode": inode}))
         except TypeError:
-            return LocalRecord()
+            record = LocalRecord(inode=inode)
+        if record.inode != inode:
+            return LocalRecord(claim=record.claim, inode=inode)
+        return record
 
     def write(self, run_dir: Path) -> None:
         write_object(run_dir / LOCAL_RECORD, asdict(self))
@@ -101,7 +107,7 @@ def newest_claim(filesystem: AbstractFileSystem, run: str) -> Claim | None:
 
 def note_claim(run_dir: Path, number: int) -> None:
     """Note that a directory now has what was trained up to this claim: it was fetched."""
-    LocalRecord(copy=LocalRecord.read(run_dir).copy, claim=number).write(run_dir)
+    replace(LocalRecord.read(run_dir), claim=number, files={}).write(run_dir)
 
 
 def claim_run(filesystem: AbstractFileSystem, run: str, record: LocalRecord, *, url: str) -> Claim:

@@ -129,12 +129,14 @@ class Mirror:
 
     def refuse(self) -> None:
         """End the mirror of a run that is refused. One that this command has begun is removed from the URL."""
-        if not self._uploader.is_new:
+        if self._uploader.has_claim and not self._uploader.is_new:
             self.finish(waits=True)
             return
         self._stopped.set()
         self._ending.set()
         self._thread.join(self._pace.claim_s)
+        if not self._uploader.has_claim:
+            return
         try:
             self._uploader.remove()
         except Exception as error:  # each file system has its own

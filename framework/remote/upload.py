@@ -160,6 +160,10 @@ class Uploader:
         return f"{self._root}/{name}"
 
     @property
+    def has_claim(self) -> bool:
+        return self._claim is not None
+
+    @property
     def is_new(self) -> bool:
         """Return True if this command is the first that has claimed the run."""
         return self._claim is not None and self._claim.number == 1

@@ -190,6 +190,15 @@ def test_a_refused_run_leaves_nothing_at_its_url(bucket: Bucket, new_run: NewRun
     assert bucket.claims == []
 
 
+def test_a_refused_run_does_not_wait_for_a_server_that_is_down(bucket: Bucket, new_run: NewRun) -> None:
+    run = new_run()
+    bucket.hook = refusing(ConnectionRefusedError(111, "Connection refused"))
+    said: list[str] = []
+    with pytest.raises(RequestError, match="wrong"), mirrored(run.place, say=said.append, pace=FAST):
+        raise RequestError("wrong")
+    assert len(said) == 1
+
+
 def test_a_refused_resume_leaves_the_run_at_its_url(bucket: Bucket, new_run: NewRun) -> None:
     run = new_run()
     with mirrored(run.place, say=pytest.fail, pace=FAST):

@@ -357,6 +357,16 @@ def test_two_commands_in_one_directory_both_upload(bucket: Bucket, new_run: NewR
     assert bucket.objects["run.json"] == b"{}"
 
 
+def test_a_copied_directory_is_another_one(bucket: Bucket, new_run: NewRun) -> None:
+    first = new_run("first")
+    upload(first)
+    second = new_run("second")
+    (second.path / ".remote.json").write_bytes((first.path / ".remote.json").read_bytes())
+    upload(second)
+    with pytest.raises(RequestError, match="was resumed by process"):
+        Uploader(first.place).hold_claim()
+
+
 def test_a_claim_whose_answer_is_lost_counts(bucket: Bucket, new_run: NewRun, monkeypatch) -> None:
     run = new_run()
     uploader = Uploader(run.place)
