@@ -14,8 +14,8 @@ from framework.system.shown_text import shown
 from framework.system.signals import interrupting
 
 if TYPE_CHECKING:
+    from framework.launch.external_ranks import ExternalRanks
     from framework.launch.fork_server import ForkServer
-    from framework.launch.handshake import ExternalRanks
 
 # What a shell reports of a command that SIGPIPE ended.
 EXIT_BROKEN_PIPE = 141

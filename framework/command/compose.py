@@ -68,8 +68,8 @@ from framework.system.versions import installed_versions
 if TYPE_CHECKING:
     from framework.command.saved_sweep import SavedSweep
     from framework.command.sweep import SweepRequest
+    from framework.launch.external_ranks import ExternalRanks
     from framework.launch.fork_server import ForkServer
-    from framework.launch.handshake import ExternalRanks
 
 
 def main(

@@ -12,7 +12,7 @@ from framework.config.topology import Topology
 from framework.data.batching import plan_steps
 from framework.errors import ConfigError, RequestError
 from framework.launch.base import Launcher, launcher_class
-from framework.launch.handshake import ExternalRanks
+from framework.launch.external_ranks import ExternalRanks
 from framework.remote.weights import weights_path
 from framework.strategies.callback_rules import callback_mistakes, weight_mistakes
 from framework.strategies.rules import refusals, rules_of, strategy_request

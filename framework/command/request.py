@@ -10,8 +10,8 @@ from typing import Any
 
 from framework.command.launcher import Placement, place
 from framework.config.schema import Config
+from framework.launch.external_ranks import ExternalRanks
 from framework.launch.fork_server import ForkServer
-from framework.launch.handshake import ExternalRanks
 from framework.launch.plan import RunProgress
 from framework.monitoring.report import FailureReport
 from framework.system.run_dir import RunDir

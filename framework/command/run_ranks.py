@@ -23,8 +23,8 @@ from framework.config.schema import Config
 from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, FrameworkError, RequestError, StoppedBySignalError
 from framework.launch.base import Part
 from framework.launch.cluster_environment import split_endpoint
-from framework.launch.handshake import RunSpec, make_visible
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
+from framework.launch.run_spec import RunSpec, make_visible
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import FailureReport, render
 from framework.remote.place import note_trained_here, outputs_folder

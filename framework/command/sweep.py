@@ -45,8 +45,8 @@ from framework.config.saved import (
 )
 from framework.config.schema import Config, JobName, Node, SubmitConfig, SweepConfig
 from framework.errors import EXIT_STOPPED, ConfigError, RunError
+from framework.launch.external_ranks import ExternalRanks
 from framework.launch.fork_server import ForkServer
-from framework.launch.handshake import ExternalRanks
 from framework.sweeps.claims import Claims
 from framework.sweeps.folder import (
     SearchPlan,

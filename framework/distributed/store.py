@@ -1,6 +1,6 @@
 """What the processes of a run tell each other through its store. Values are JSON. The keys of one attempt:
 
-handshake/...         see `handshake`
+rendezvous/...        see `launch.rendezvous`
 rank_status/RANK      [pid, file descriptor] of a rank status that the rank made itself
 monitoring/RANK       this rank has opened the rank statuses of all ranks of its node
 progress/NODE         {counter, collectives, still_s}, once a second

@@ -7,7 +7,7 @@ from typing import final
 from framework.config.schema import Config
 from framework.launch.base import Launcher
 from framework.launch.elastic import ElasticLauncher
-from framework.launch.handshake import ExternalRanks
+from framework.launch.external_ranks import ExternalRanks
 from framework.launch.local import LocalLauncher
 
 

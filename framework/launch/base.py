@@ -10,8 +10,9 @@ from typing import ClassVar
 from framework.config.schema import Config, LauncherConfig
 from framework.config.targets import import_target
 from framework.config.topology import Topology, resolve_topology
-from framework.launch.handshake import ExternalRanks, RunSpec
+from framework.launch.external_ranks import ExternalRanks
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
+from framework.launch.run_spec import RunSpec
 from framework.system.hardware import count_gpus, resolve_gpus
 
 

@@ -2,7 +2,7 @@
 
 The command is typed on every node, which has what the `local` launcher has: a parent that monitors, and a fork server.
 Node 0's parent hosts the store at topology.rdzv_endpoint, so the store outlives the ranks. The others compare what they
-were started with, and receive what to run; see `handshake`.
+were started with, and receive what to run; see `rendezvous`.
 
 After a failure the ranks of all nodes are ended, the nodes meet again, and a new attempt resumes from the run's last
 checkpoint, at most launcher.max_restarts times in the whole run. A run on one node needs only `local`.
@@ -23,10 +23,13 @@ from framework.distributed.store import StoreGoneError, call_in_thread, call_wit
 from framework.errors import EXIT_RUN_FAILED, ConfigError, FrameworkError, LaunchError
 from framework.launch.base import Launcher, Part
 from framework.launch.child import silence_compiled_code
+from framework.launch.external_ranks import ExternalRanks
 from framework.launch.fingerprint import Fingerprint, fingerprint
-from framework.launch.handshake import ExternalRanks, Handshake, RunSpec
 from framework.launch.local import NodeRun, launch_on_this_node, node_run
+from framework.launch.meeting_point import MeetingPoint
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
+from framework.launch.rendezvous import Rendezvous
+from framework.launch.run_spec import RunSpec
 from framework.monitoring.report import FailureReport
 
 T = TypeVar("T")
@@ -100,15 +103,13 @@ class ElasticNode:
         assert setup.endpoint is not None
         host, port = setup.endpoint
         self._address = f"topology.rdzv_endpoint={host}:{port}"
-        self._handshake = Handshake(
-            own,
-            index=setup.node,
-            count=setup.topology.nnodes,
+        point = MeetingPoint(
             endpoint=setup.endpoint,
             kind="node",
             address=self._address,
             port_option="topology.rdzv_endpoint",
         )
+        self._rendezvous = Rendezvous(own, point, index=setup.node, count=setup.topology.nnodes)
         # This process is a client of the store, which may be lost.
         silence_compiled_code()
         # The exit status that `close` tells the other nodes.
@@ -118,20 +119,20 @@ class ElasticNode:
 
     def join(self) -> None:
         """Wait for all nodes; see `joined_nodes`."""
-        handshake = self._handshake
+        rendezvous = self._rendezvous
         node = self._setup.node
         nnodes = self._setup.topology.nnodes
         limit_s = self._setup.limits.init_timeout_s
         others = f"{nnodes - 1} more of {nnodes} nodes" if node == 0 else "node 0"
         self._run.print(f"Waiting for {others} at {self._address}")
-        self._run.store = self._wait(lambda: handshake.open(timeout_s=limit_s), timeout_s=limit_s)
+        self._run.store = self._wait(lambda: rendezvous.open(timeout_s=limit_s), timeout_s=limit_s)
         if node == 0:
-            self._wait(lambda: handshake.compare(timeout_s=limit_s), timeout_s=limit_s)
+            self._wait(lambda: rendezvous.compare(timeout_s=limit_s), timeout_s=limit_s)
             return
         # Node 0 waits for all nodes for the time-out, which may begin after this node has come.
-        answer = self._wait(lambda: handshake.follow(timeout_s=2 * limit_s), timeout_s=2 * limit_s)
+        answer = self._wait(lambda: rendezvous.follow(timeout_s=2 * limit_s), timeout_s=2 * limit_s)
         if isinstance(answer, int):
-            raise handshake.refusal(answer)
+            raise rendezvous.refusal(answer)
         self.spec = answer
 
     def run(self, plan: LaunchPlan) -> Outcome:
@@ -141,7 +142,7 @@ class ElasticNode:
         the run is ended at once.
         """
         if self._setup.node == 0:
-            self._handshake.send(plan.spec())
+            self._rendezvous.send(plan.spec())
         outcome = self._run.run(plan, next_attempt=partial(self._meet, plan), others_done=self._others_are_done)
         self.status = outcome.status
         if outcome.failure is not None:
@@ -151,7 +152,7 @@ class ElasticNode:
     def close(self) -> None:
         """Leave the run. Node 0 waits for the others to do so, unless they are out of reach."""
         if not self._run.is_cut:
-            self._wait(lambda: self._handshake.close(self.status), timeout_s=self._setup.limits.init_timeout_s)
+            self._wait(lambda: self._rendezvous.close(self.status), timeout_s=self._setup.limits.init_timeout_s)
 
     def _wait(self, call: Callable[[], T], *, timeout_s: float) -> T:
         """Make a call, which reports its own time-outs, and handle signals meanwhile. Raises LaunchError."""
@@ -169,7 +170,7 @@ class ElasticNode:
         limit_s = plan.limits.init_timeout_s
         if failed is not None:
             self._run.print(f"Waiting up to {limit_s:g} s for all nodes to meet again")
-        meet = partial(self._handshake.meet, max_restarts=plan.max_restarts, timeout_s=limit_s)
+        meet = partial(self._rendezvous.meet, max_restarts=plan.max_restarts, timeout_s=limit_s)
         try:
             return self._wait(meet, timeout_s=limit_s)
         except FrameworkError:
@@ -189,7 +190,7 @@ class ElasticNode:
     def _others_are_done(self) -> bool:
         """Tell the other nodes that this node's ranks have succeeded; return True if those of all nodes have."""
         try:
-            return call_with_deadline(self._handshake.all_done)
+            return call_with_deadline(self._rendezvous.all_done)
         except StoreGoneError as error:
             raise self._lost_store() from error
 

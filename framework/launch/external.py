@@ -36,9 +36,11 @@ from framework.launch.base import Launcher, Part
 from framework.launch.child import log_to, silence_compiled_code
 from framework.launch.cluster_environment import ClusterEnvironment, typed_value
 from framework.launch.external_monitor import ExternalMonitor
-from framework.launch.handshake import WAIT_S, ExternalRanks, RunSpec, make_visible
+from framework.launch.external_ranks import ExternalRanks
 from framework.launch.plan import LaunchPlan, MonitorLink, NodeSetup, Outcome, RankArguments
 from framework.launch.rank_environment import network_environment, rank_environment
+from framework.launch.rendezvous import WAIT_S
+from framework.launch.run_spec import RunSpec, make_visible
 from framework.launch.worker import run_entry
 from framework.monitoring.rank_status import RankStatus, heartbeat
 from framework.system.formatting import format_count
@@ -84,7 +86,7 @@ def run_external(
         status = EXIT_INTERRUPTED
         raise
     finally:
-        ranks.handshake.close(status)
+        ranks.rendezvous.close(status)
     return status
 
 
@@ -110,13 +112,13 @@ class ExternalLauncher(Launcher):
     @contextmanager
     def join(self, setup: NodeSetup) -> Iterator[Part]:
         """Compare what all ranks were started with."""
-        _started(setup.external_ranks).handshake.compare(timeout_s=setup.limits.init_timeout_s)
+        _started(setup.external_ranks).rendezvous.compare(timeout_s=setup.limits.init_timeout_s)
         yield Part(self.launch)
 
     def launch(self, plan: LaunchPlan) -> Outcome:
         ranks = _started(plan.external_ranks)
         spec = plan.spec()
-        ranks.handshake.send(spec)
+        ranks.rendezvous.send(spec)
         with _logged(plan.run_dir, rank=0, terminal=plan.terminal) as terminal:
             return _run(ranks.cluster, spec, terminal=terminal)
 
@@ -193,8 +195,8 @@ def _follow(ranks: ExternalRanks) -> int:
     # The key is looked for in what was typed, since nothing is composed yet.
     typed = typed_value(ranks.arguments, "backend.init_timeout")
     limit_s = seconds_of(typed) or WAIT_S
-    ranks.handshake.open(timeout_s=limit_s)
-    spec = ranks.handshake.follow(timeout_s=limit_s + _MARGIN_S)
+    ranks.rendezvous.open(timeout_s=limit_s)
+    spec = ranks.rendezvous.follow(timeout_s=limit_s + _MARGIN_S)
     if isinstance(spec, int):
         return spec
     run_dir = RunDir(Path(spec.run_dir))

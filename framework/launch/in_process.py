@@ -15,7 +15,7 @@ from framework.config.topology import Topology
 from framework.errors import RequestError, RunError, StoppedBySignalError, TopologyError
 from framework.launch.base import Launcher
 from framework.launch.error_record import file_failure, record_of
-from framework.launch.handshake import ExternalRanks
+from framework.launch.external_ranks import ExternalRanks
 from framework.launch.plan import LaunchPlan, MonitorLink, Outcome, RankArguments
 from framework.monitoring.failure import RankFailure, failure_facts
 from framework.monitoring.rank_status import RankPhase, RankStatus, StatusPage

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from framework.config.schema import InitMethod
 from framework.config.topology import Topology
-from framework.launch.handshake import ExternalRanks, RunSpec
+from framework.launch.external_ranks import ExternalRanks
+from framework.launch.run_spec import RunSpec
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.rank_status import RankStatus
 from framework.monitoring.report import FailureReport

@@ -220,11 +220,13 @@ if TYPE_CHECKING:
     )
     from framework.launch.error_record import record_of
     from framework.launch.external import external_topology
+    from framework.launch.external_ranks import ExternalRanks
     from framework.launch.fingerprint import Fingerprint, differences, fingerprint
     from framework.launch.fork_server import PRELOAD, ForkServer, OwnForkServer
-    from framework.launch.handshake import ExternalRanks, Handshake
+    from framework.launch.meeting_point import MeetingPoint
     from framework.launch.plan import MonitorLink, RankArguments
     from framework.launch.rank_environment import network_environment
+    from framework.launch.rendezvous import Rendezvous
     from framework.launch.run_server import RunServer
     from framework.launch.stopping import StopRequest
     from framework.launch.worker import run_entry

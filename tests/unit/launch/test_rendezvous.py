@@ -5,12 +5,11 @@ from __future__ import annotations
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from framework.errors import ConfigError, RunError
-from tests.helpers.internals import SECRET, Fingerprint, Handshake, differences, fingerprint
+from tests.helpers.internals import SECRET, Fingerprint, MeetingPoint, Rendezvous, differences, fingerprint
 
 OURS = {"recipe": "toy", "seed": "1", "conf/a.yaml": "sha256 1", "python": "3.11"}
 
@@ -48,8 +47,8 @@ def test_a_fingerprint_has_every_source_of_configurations(tmp_path: Path):
 def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = listener.getsockname()[:2]
-    how: dict[str, Any] = {"endpoint": endpoint, "kind": "node", "address": "the store", "port_option": "a port"}
-    zero, other = (Handshake(OURS, index=index, count=2, **how) for index in range(2))
+    point = MeetingPoint(endpoint=endpoint, kind="node", address="the store", port_option="a port")
+    zero, other = (Rendezvous(OURS, point, index=index, count=2) for index in range(2))
     monkeypatch.setenv(SECRET, "one")
     zero.open(timeout_s=30.0)
     monkeypatch.setenv(SECRET, "other")
@@ -65,14 +64,10 @@ def test_different_and_missing_ranks_are_named_together() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = listener.getsockname()[:2]
 
-    def rank(index: int, own: Fingerprint) -> Handshake:
-        how: dict[str, Any] = {
-            "endpoint": endpoint,
-            "kind": "rank",
-            "address": "the store",
-            "port_option": "MASTER_PORT",
-        }
-        return Handshake(own, index=index, count=4, **how)
+    point = MeetingPoint(endpoint=endpoint, kind="rank", address="the store", port_option="MASTER_PORT")
+
+    def rank(index: int, own: Fingerprint) -> Rendezvous:
+        return Rendezvous(own, point, index=index, count=4)
 
     zero = rank(0, OURS)
     other = {**OURS, "seed": "2"}

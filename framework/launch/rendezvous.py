@@ -1,55 +1,45 @@
-"""How ranks, or nodes, that were started one by one agree on what to run.
+"""How ranks, or nodes, that were started one by one meet and agree on what to run.
+
+`launch.elastic` meets with nodes, `launch.external` with ranks; both use what is here, in this order:
+
+    member 0: open, compare, send         the others: open, follow
+    before each attempt (nodes): meet     at the end: close
 
 A member is a rank or a node, as `kind` says, and has an index from 0 on. Only member 0 composes the configuration. It
 writes a fingerprint of what it was started with to the store. The others compare theirs with it, and write the
 differences. Member 0 reads them and sends all the same answer: what to run, or an exit status.
 
-    handshake/fingerprint     of member 0
-    handshake/here/I          {host, differences} of member I
-    handshake/answer          {spec} or {status}
-    handshake/left/I          member I doesn't need the store any more
-    handshake/met/I           member I has come to this attempt
-    handshake/all_met         all have
-    handshake/done/I          member I has done its work
+    rendezvous/fingerprint     of member 0
+    rendezvous/here/I          {host, differences} of member I
+    rendezvous/answer          {spec} or {status}
+    rendezvous/left/I          member I doesn't need the store any more
+    rendezvous/met/I           member I has come to this attempt
+    rendezvous/all_met         all have
+    rendezvous/done/I          member I has done its work
 """
 
 from __future__ import annotations
 
-import errno
-import importlib
-import os
-import shlex
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from framework.config.overrides import resume_argument
-from framework.config.topology import Topology
 from framework.distributed.store import (
     PROBE_S,
     SECRET,
-    STORE_TIMEOUT_S,
     RunStore,
     StoreGoneError,
     UnverifiedError,
-    await_listener,
     call_with_deadline,
-    connect,
-    host_store,
-    listen,
 )
-from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError, TopologyError
-from framework.launch.cluster_environment import ClusterEnvironment
-from framework.launch.fingerprint import Fingerprint, differences, fingerprint
-from framework.monitoring.node_monitor import Limits
+from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, ConfigError, FrameworkError, RunError
+from framework.launch.fingerprint import Fingerprint, differences
+from framework.launch.meeting_point import MeetingPoint
+from framework.launch.run_spec import RunSpec
 from framework.monitoring.report import list_ranks
-from framework.system.files import read_text
-from framework.system.run_dir import RunDir, write_atomically
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -63,30 +53,6 @@ _CLOSE_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_AFTER_FAILURE_S = 5.0
 _SHOWN = 6
 
-# Overrides that say from what a run starts. A resumed run has its own answer.
-_STARTS = ("resume", "rerun", "init_from", "trust")
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """What to run."""
-
-    entry: str
-    run_dir: str
-    topology: Topology
-    limits: Limits
-    # See `NodeSetup`.
-    is_resumable: bool
-    # The texts of files of the run directory. `secrets` is empty if there is no such file.
-    config: str
-    overrides: str
-    secrets: str
-
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> RunSpec:
-        parsed = {"topology": Topology(**plain["topology"]), "limits": Limits(**plain["limits"])}
-        return RunSpec(**{**plain, **parsed})
-
 
 @dataclass(frozen=True)
 class _Member:
@@ -97,50 +63,29 @@ class _Member:
 
 
 @final
-class Handshake:
-    """One member's side of the handshake. Closing it tells the others.
+class Rendezvous:
+    """One member's side of the rendezvous. Closing it tells the others.
 
     Calls that use the store may raise torch's DistError, a RuntimeError, if it is gone.
     """
 
-    def __init__(
-        self,
-        own: Fingerprint,
-        *,
-        index: int,
-        count: int,
-        endpoint: tuple[str, int],
-        kind: str,
-        address: str,
-        port_option: str,
-        attempt: int = 0,
-        hosted_elsewhere: bool = False,
-    ) -> None:
-        """Members have the indices 0 to `count` - 1.
-
-        Args:
-            endpoint: host and port where they meet.
-            kind: what the members are, "rank" or "node".
-            address: how messages call the endpoint.
-            port_option: what the user sets for another port.
-            hosted_elsewhere: the store is neither hosted by member 0 nor ends with it.
-        """
+    def __init__(self, own: Fingerprint, point: MeetingPoint, *, index: int, count: int, attempt: int = 0) -> None:
+        """Members have the indices 0 to `count` - 1."""
         self._own = own
+        self._point = point
         self._index = index
         self._count = count
-        self._endpoint = endpoint
-        self._kind = kind
-        self._address = address
         self._attempt = attempt
-        self._hosted_elsewhere = hosted_elsewhere
-        self._is_host = index == 0 and not hosted_elsewhere
+        self._is_host = index == 0 and not point.hosted_elsewhere
 
         # Parts of messages.
-        self._this = f"{kind.capitalize()} {index}"
-        self._zero = f"{kind.capitalize()} 0"
-        self._other_port = f"Set {port_option} to a free port of that machine, the same for every {kind}."
+        self._kind = point.kind
+        self._address = point.address
+        self._this = point.name_of(index)
+        self._zero = point.name_of(0)
         self._other_secret = (
-            f"its secret isn't {kind} 0's: set {SECRET}, or type topology.rdzv_secret, the same for every {kind}"
+            f"its secret isn't {self._kind} 0's: set {SECRET}, or type topology.rdzv_secret, the same for every "
+            f"{self._kind}"
         )
 
         self._store: Store | None = None
@@ -152,11 +97,14 @@ class Handshake:
     def open(self, *, timeout_s: float) -> Store:
         """Return the store: host it, or connect once its host listens. Raises RunError, TopologyError."""
         if self._store is None:
-            self._store = self._host() if self._is_host else self._reach(timeout_s)
+            if self._is_host:
+                self._store = self._point.host()
+            else:
+                self._store = self._point.reach(self._index, timeout_s=timeout_s)
             self._keys = RunStore(self._store, attempt=self._attempt)
             if self._index == 0:
                 # Also for members that come again later, after a restart.
-                self._keys.set("handshake/fingerprint", self._own)
+                self._keys.set("rendezvous/fingerprint", self._own)
         return self._store
 
     def close(self, status: int) -> None:
@@ -169,11 +117,11 @@ class Handshake:
         with suppress(FrameworkError, RuntimeError, StoreGoneError):
             if self._index > 0:
                 if self._store is not None:
-                    call_with_deadline(lambda: self._keys.set(f"handshake/left/{self._index}", True))
+                    call_with_deadline(lambda: self._keys.set(f"rendezvous/left/{self._index}", True))
                 return
             if not self._is_answered:
                 self.open(timeout_s=_CLOSE_TIMEOUT_S)
-                self._keys.set("handshake/answer", {"status": status})
+                self._keys.set("rendezvous/answer", {"status": status})
             if self._is_host:
                 self._wait_for_others_to_leave(status)
 
@@ -214,13 +162,13 @@ class Handshake:
     def send(self, spec: RunSpec) -> None:
         """Answer the others with what to run."""
         self.open(timeout_s=WAIT_S)
-        self._keys.set("handshake/answer", {"spec": asdict(spec)})
+        self._keys.set("rendezvous/answer", {"spec": asdict(spec)})
         self._is_answered = True
 
     def sent_before(self, attempt: int) -> RunSpec | None:
         """Return what ran in an earlier attempt, if the store has outlived it. Raises RunError."""
         store = self.open(timeout_s=WAIT_S)
-        answer = RunStore(store, attempt=attempt).get("handshake/answer")
+        answer = RunStore(store, attempt=attempt).get("rendezvous/answer")
         if answer is None or "spec" not in answer:
             return None
         return RunSpec.from_plain(answer["spec"])
@@ -263,7 +211,7 @@ class Handshake:
         """
         store = self.open(timeout_s=timeout_s)
         attempt = 0
-        while RunStore(store, attempt=attempt).get("handshake/all_met"):
+        while RunStore(store, attempt=attempt).get("rendezvous/all_met"):
             attempt += 1
 
         if attempt > 0:
@@ -275,26 +223,26 @@ class Handshake:
 
         present = RunStore(store, attempt=attempt)
         self._present = present
-        present.set(f"handshake/met/{self._index}", True)
-        self._await_all(lambda index: present.get(f"handshake/met/{index}"), range(self._count), timeout_s=timeout_s)
-        present.set("handshake/all_met", True)
+        present.set(f"rendezvous/met/{self._index}", True)
+        self._await_all(lambda index: present.get(f"rendezvous/met/{index}"), range(self._count), timeout_s=timeout_s)
+        present.set("rendezvous/all_met", True)
         return attempt
 
     def all_done(self) -> bool:
         """Tell the others that this member has done its work in the attempt; return True if all have."""
-        self._present.set(f"handshake/done/{self._index}", True)
-        return all(self._present.get(f"handshake/done/{index}") for index in range(self._count))
+        self._present.set(f"rendezvous/done/{self._index}", True)
+        return all(self._present.get(f"rendezvous/done/{index}") for index in range(self._count))
 
     def _statement(self, index: int) -> Any:
         """Return what another member wrote when it came, or None; of one with another secret only that."""
         try:
-            return self._keys.get(f"handshake/here/{index}")
+            return self._keys.get(f"rendezvous/here/{index}")
         except UnverifiedError:
             return {"host": "an unknown host", "differences": [self._other_secret]}
 
     def _has_left(self, index: int) -> bool:
         try:
-            return bool(self._keys.get(f"handshake/left/{index}"))
+            return bool(self._keys.get(f"rendezvous/left/{index}"))
         except UnverifiedError:
             # It has been refused, and needs nothing more.
             return True
@@ -308,61 +256,20 @@ class Handshake:
                 "Check that they were started with this same command and can reach this machine."
             )
 
-    def _host(self) -> Store:
-        host, port = self._endpoint
-        try:
-            return host_store(listen(host, port), host)
-        except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                raise TopologyError(
-                    f"{self._zero} doesn't reach itself at {self._address}.\n"
-                    f"Name {self._kind} 0 by an address that is its own, as the other {self._kind}s know it."
-                ) from error
-            raise RunError(
-                f"{self._zero} can't host the store of the run at {self._address}: {os.strerror(error.errno or 0)}.\n"
-                f"{self._other_port}"
-            ) from error
-
-    def _reach(self, timeout_s: float) -> Store:
-        """Connect to the store once its host listens."""
-        # This takes a second or more, in which member 0 composes the configuration.
-        importlib.import_module("torch.distributed")
-        host, port = self._endpoint
-        deadline = time.monotonic() + timeout_s
-
-        # torchrun's agent listens before it starts this process; if it doesn't, it has been killed.
-        limit_s = min(timeout_s, STORE_TIMEOUT_S) if self._hosted_elsewhere else timeout_s
-        reason = await_listener(host, port, timeout_s=limit_s)
-        if reason is not None:
-            raise RunError(
-                f"{self._this} could not reach {self._address} within {limit_s:g} s ({reason}).\n"
-                f"Check that {self._kind} 0 was started there and can be reached from this machine."
-            )
-
-        left_s = max(PROBE_S, deadline - time.monotonic())
-        try:
-            # torch's client waits forever if something else listens there and doesn't answer.
-            return call_with_deadline(partial(connect, host, port, timeout_s=left_s), timeout_s=left_s)
-        except StoreGoneError as error:
-            raise RunError(
-                f"{self._this} got no answer from a store at {self._address} within {timeout_s:g} s: something else "
-                f"may have that port.\nLook at what {self._kind} 0 printed. {self._other_port}"
-            ) from error
-
     def _compare_and_receive(self, deadline: float) -> RunSpec | int:
         # An earlier process of this member may have left.
-        self._keys.set(f"handshake/left/{self._index}", False)
+        self._keys.set(f"rendezvous/left/{self._index}", False)
         host = socket.gethostname()
         try:
-            zeros = self._keys.wait_for("handshake/fingerprint", timeout_s=deadline - time.monotonic())
+            zeros = self._keys.wait_for("rendezvous/fingerprint", timeout_s=deadline - time.monotonic())
         except UnverifiedError:
             # With another secret than member 0's, the answer couldn't be verified either.
-            self._keys.set(f"handshake/here/{self._index}", None)
+            self._keys.set(f"rendezvous/here/{self._index}", None)
             raise self._refusal({(self._other_secret,): [_Member(self._index, host)]}) from None
 
         self._differences = differences(self._own, zeros, kind=self._kind)
-        self._keys.set(f"handshake/here/{self._index}", {"host": host, "differences": self._differences})
-        answer = self._keys.wait_for("handshake/answer", timeout_s=deadline - time.monotonic())
+        self._keys.set(f"rendezvous/here/{self._index}", {"host": host, "differences": self._differences})
+        answer = self._keys.wait_for("rendezvous/answer", timeout_s=deadline - time.monotonic())
         if "spec" in answer and not self._differences:
             return RunSpec.from_plain(answer["spec"])
         return int(answer.get("status", EXIT_WRONG_REQUEST))
@@ -390,70 +297,3 @@ def _await(is_done: Callable[[int], Any], indices: Iterable[int], *, timeout_s: 
         if not missing or time.monotonic() >= deadline:
             return missing
         time.sleep(_POLL_S)
-
-
-def make_visible(run_dir: RunDir, spec: RunSpec) -> None:
-    """Make the run directory if this node, with a disk of its own, doesn't see rank 0's. Raises ConfigError.
-
-    Every rank of the node does it, each file atomically and with the same content, so none has to wait for another.
-    """
-    with suppress(FileNotFoundError):
-        if read_text(run_dir.config_file) == spec.config:
-            return
-    try:
-        run_dir.logs.mkdir(parents=True, exist_ok=True)
-        if spec.secrets:
-            write_atomically(run_dir.secrets_file, spec.secrets, is_private=True)
-        write_atomically(run_dir.overrides_file, spec.overrides)
-        write_atomically(run_dir.config_file, spec.config)
-    except OSError as error:
-        raise ConfigError(
-            f"{socket.gethostname()} can't make the run directory {run_dir.path}: {error.strerror or error}.\n"
-            "Use a folder that every node can write: path.outputs=FOLDER"
-        ) from error
-
-
-# Ranks that torchrun, srun or Kubernetes started
-
-
-@final
-class ExternalRanks:
-    """This rank's connection to the others.
-
-    Args:
-        arguments: Those of the command, which rank 0 composes.
-    """
-
-    def __init__(self, cluster: ClusterEnvironment, arguments: Sequence[str]) -> None:
-        self.cluster = cluster
-        self.arguments = list(arguments)
-        self.handshake = Handshake(
-            fingerprint(arguments, working_dir=Path.cwd()),
-            index=cluster.rank,
-            count=cluster.world_size,
-            endpoint=(cluster.store_host, cluster.port),
-            kind="rank",
-            address=f"{cluster.host}:{cluster.port}",
-            port_option="--master-port" if cluster.starter == "torchrun" else "MASTER_PORT",
-            attempt=cluster.attempt,
-            hosted_elsewhere=cluster.agent_store,
-        )
-
-    def resume_previous_attempt(self) -> None:
-        """After torchrun has restarted the ranks, resume the run of an earlier attempt if it has a checkpoint.
-
-        Raises RunError if the store can't be reached.
-        """
-        if not self.cluster.agent_store:
-            # Only the agent's store outlives an attempt.
-            return
-        for attempt in reversed(range(self.cluster.attempt)):
-            spec = self.handshake.sent_before(attempt)
-            if spec is None:
-                continue
-            has_checkpoint = any(RunDir(Path(spec.run_dir)).checkpoints.glob("step_*"))
-            if has_checkpoint:
-                others = [text for text in self.arguments if text.partition("=")[0] not in _STARTS]
-                # The run is this command's own, so its code needs no question.
-                self.arguments = [*others, *shlex.split(resume_argument(spec.run_dir)), "trust=true"]
-            return
