@@ -21,7 +21,7 @@ root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/*.md", "docs/*.md"]
 exclude_patterns = [".*", "build", "data", "dist", "framework", "outputs", "tests", "wheels"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 6
 # Words in single backticks are code in docstrings, as in Markdown.
 default_role = "code"
@@ -46,5 +46,6 @@ html_use_index = False  # the search finds the same
 
 def setup(app: Sphinx) -> None:
     app.connect("builder-inited", references.read_comments)
+    app.connect("autodoc-process-docstring", references.read_sections)
     app.connect("source-read", references.add_generated)
     app.connect("build-finished", references.write_index)

@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon import Config as SectionsConfig
+from sphinx.ext.napoleon import GoogleDocstring
 from sphinx.pycode import ModuleAnalyzer
 
 import framework
@@ -161,3 +163,12 @@ def read_comments(_: Sphinx) -> None:
         if name.startswith("framework.") and module.__file__:
             text = re.sub(r"^( +)# ", r"\1#: ", inspect.getsource(module), flags=re.MULTILINE)
             ModuleAnalyzer.cache["module", name] = ModuleAnalyzer.for_string(text, name, module.__file__)
+
+
+def read_sections(_: Sphinx, what: str, __: str, ___: Any, ____: Any, lines: list[str]) -> None:
+    """Make lists of `Args:`, `Returns:` and `Raises:`.
+
+    As an extension, napoleon would also take the text before a colon for the type of an attribute or property.
+    """
+    if what not in ("attribute", "property"):
+        lines[:] = GoogleDocstring(lines, SectionsConfig(), what=what).lines()

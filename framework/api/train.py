@@ -45,7 +45,7 @@ def train(
             chooses an option, as in `strategy="fsdp"`. callbacks and logger also take lists of names and objects.
 
     Returns:
-        The run, finished, or stopped on request: `run.resume()` continues it.
+        The run, finished or stopped on request. `run.resume()` continues it.
 
     Raises:
         RequestError: an argument is wrong; nothing was started.

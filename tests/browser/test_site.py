@@ -64,7 +64,11 @@ class Html(HTMLParser):
         self.links: list[str] = []
         self.loaded: list[str] = []
         self.anchors: set[str] = set()
+        self.text = ""
         self.feed(page.read_text())
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
@@ -113,7 +117,12 @@ def test_the_references_have_all_keys_and_names(site: Path) -> None:
     names = Html(site / "docs/api.html").anchors
     assert {f"framework.{name}" for name in framework.__all__ if name not in ("samplers", "transforms")} <= names
     assert {"framework.samplers.BalancedSampler", "framework.Callback.on_fit_start", "framework.StepInfo.loss"} <= names
-    assert "Optimizer steps done, this one included." in (site / "docs/api.html").read_text()
+    text = " ".join(Html(site / "docs/api.html").text.split())
+    assert "step: int Optimizer steps done, this one included." in text.replace("¶", "")
+    assert "The datasets that are there: train, val, test; val/NAME for one of several." in text
+    assert "Returns: The run, finished or stopped on request." in text
+    # What stands before a colon in `Returns:` would be taken for a type, which signatures have already.
+    assert "Return type:" not in text
 
 
 def opened(page: Page, address: str) -> None:
