@@ -20,7 +20,7 @@ PARALLEL := --numprocesses=3 --dist=worksteal
 NEXT := .next
 NEXT_PACKAGES := hydra-core==1.4.0rc3 omegaconf==2.4.1rc1
 NEXT_TESTS := tests/unit/config tests/unit/sweeps tests/unit/test_composing.py tests/unit/test_cli.py \
-  tests/unit/test_answers.py tests/unit/test_build.py tests/features/test_search_path.py
+  tests/unit/test_answers.py tests/unit/test_completion.py tests/unit/test_build.py tests/features/test_search_path.py
 
 # For its published schema, which a test reads; of what it depends on, nothing is installed.
 SKYPILOT := $(VENV)/skypilot

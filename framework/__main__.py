@@ -73,6 +73,8 @@ def _command() -> int:
 def _run_command() -> int:
     from framework.launch.cluster_environment import typed_value, without_secret
 
+    if {"-sc", "--shell-completion"} & set(sys.argv):
+        return _complete(sys.argv[1:])
     arguments = without_secret(sys.argv[1:], os.environ)
     sys.argv[1:] = arguments
     if typed_value(arguments, "format") == "json":
@@ -80,6 +82,19 @@ def _run_command() -> int:
         with only_answers_on_stdout():
             return _run(arguments)
     return _run(arguments)
+
+
+def _complete(arguments: list[str]) -> int:
+    """Answer a shell's completion, which imports as little as it can."""
+    from framework.command.completion import completion_answer
+    from framework.system.output import answer
+
+    try:
+        answer(completion_answer(arguments, os.environ.get("COMP_LINE", "")))
+    except FrameworkError as error:
+        print(shown(str(error)), file=sys.stderr)
+        return error.exit_status
+    return 0
 
 
 def _run(arguments: list[str]) -> int:

@@ -6,7 +6,6 @@ No torch here, and none of Hydra's frames or settings around a job.
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from argparse import Namespace
@@ -48,7 +47,7 @@ from framework.config.hydra_compose import (
     without_swept,
 )
 from framework.config.jobs import JOBS
-from framework.config.parse import listed_values, normalize_override, parse
+from framework.config.parse import normalize_override, parse
 from framework.config.renamed import present_override
 from framework.config.saved import key_of, merge_overrides, search_path_override
 from framework.errors import (
@@ -119,32 +118,14 @@ def default_outputs(*, recipe: Any) -> list[Path]:
 
 
 def _own_answer(arguments: Sequence[str]) -> str | None:
-    """Return what to print for `--version` and Bash completion, which Hydra doesn't do as needed; else None."""
+    """Return what to print for `--version`, which Hydra doesn't know; else None."""
     if "--version" in arguments:
         versions = installed_versions(("framework", "torch", "hydra-core"))
         if document.is_json(arguments):
             return json_text({"python": platform.python_version(), **versions})
         others = f"torch {versions['torch']}, hydra-core {versions['hydra-core']}"
         return f"framework {versions['framework']} (Python {platform.python_version()}, {others})"
-    if "-sc" in arguments or "--shell-completion" in arguments:
-        if "install=bash" in arguments:
-            return Path(__file__).with_name("completion.bash").read_text(encoding="utf-8")
-        if "uninstall=bash" in arguments:
-            return "complete -r framework python python3; unset -f _framework_completion"
-        return _listed_values(os.environ.get("COMP_LINE", ""))
     return None
-
-
-def _listed_values(line: str) -> str | None:
-    """Return completions of the line's last word if it is a key of values that the schema lists; else None."""
-    last_word = line.rpartition(" ")[2]
-    key, sign, start = last_word.partition("=")
-    if not sign:
-        return None
-    values = listed_values(key)
-    if not values:
-        return None
-    return "\n".join(f"{key}={value}" for value in values if value.startswith(start))
 
 
 def _by_present_names(override: str) -> str:
@@ -313,8 +294,6 @@ class _Command:
             hydra.show_cfg(name, overrides, cfg_type=flags.cfg, package=flags.package, resolve=flags.resolve)
         elif flags.info is not None:
             hydra.show_info(flags.info, config_name=name, overrides=overrides)
-        elif flags.shell_completion:
-            hydra.shell_completion(name, overrides)
         else:
             return False
         check_answered()

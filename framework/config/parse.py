@@ -10,7 +10,7 @@ from dataclasses import MISSING
 from typing import Any
 
 from framework.config.hints import unknown_key_hint, wrong_value_hint
-from framework.config.keys import Key, keys_of, known_keys, listed_values, read_text
+from framework.config.keys import Key, keys_of, known_keys, read_text
 from framework.config.mistakes import raise_mistakes
 from framework.config.nested import flatten, walk
 from framework.config.overrides import normalize_override
@@ -23,7 +23,6 @@ from framework.errors import ConfigError
 __all__ = [
     "PACKAGE_LINE",
     "flatten",
-    "listed_values",
     "normalize_override",
     "parse",
     "raise_mistakes",

@@ -67,7 +67,7 @@ def test_the_wheel_has_one_top_level_package(distributions: Path) -> None:
     top_level = {name.partition("/")[0] for name in names}
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"framework"}
     data = ("conf/config.yaml", "conf/schema.json", "docs/AGENTS.md", "installed/recipes/digits.py", "py.typed")
-    for name in data:
+    for name in (*data, *(f"command/completion.{shell}" for shell in ("bash", "zsh", "fish"))):
         assert f"framework/{name}" in names
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from framework.command import sweep as sweep_module
     from framework.command import trust as trust_module
     from framework.command.check_trials import check_trials
+    from framework.command.completion import completions
     from framework.command.equivalents import commands, environment
     from framework.command.job import check_request
     from framework.command.launcher import Placement, place

@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 REQUIRE_VARIABLE = "FRAMEWORK_TEST_REQUIRE"
-"""Names, separated by commas, what must be on this machine: chromium, gpu, netns, slurm."""
+"""Names, separated by commas, what must be on this machine: chromium, fish, gpu, netns, slurm, zsh."""
 
 
 def missing(name: str, reason: str) -> NoReturn:

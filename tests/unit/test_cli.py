@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -27,7 +25,6 @@ from tests.helpers.internals import (
     save_config,
     slots_module,
 )
-from tests.helpers.source import ROOT
 from tests.unit.config.raw import composed
 
 WRONG: dict[str, list[str]] = {
@@ -386,42 +383,3 @@ def test_a_run_outlives_its_recipe(
     for fact in ("optimizer=none_such", "recipe=mine seed=3", "the folder it was started from"):
         assert fact in printed
     assert len(requests) == 1
-
-
-COMPLETE = """
-framework() { "$PYTHON" -m framework "$@"; }
-eval "$(framework -sc install=bash)"
-complete_line() {
-    COMP_LINE=$1 COMP_POINT=${#1} COMP_WORDS=($1) COMPREPLY=()
-    _framework_completion
-    echo "${COMPREPLY[*]}"
-}
-complete_line "framework trainer.max_ep"
-complete_line "$PYTHON -m framework recipe=toy model=toy_"
-complete_line "$PYTHON -m http.server recipe=toy_"
-complete_line "framework job=pre"
-complete_line "framework -m trainer.precision=bf16-"
-complete_line "framework trainer.benchmark=t"
-complete_line "framework runs.format="
-eval "$(framework -sc uninstall=bash)"
-complete -p framework python
-"""
-
-
-@pytest.mark.exhaustive
-def test_bash_completes_the_command_in_both_forms(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    command = ["bash", "--norc", "-c", COMPLETE]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    # Without the `=`, at which Bash begins a word of its own.
-    assert result.stdout.splitlines() == [
-        "trainer.max_epochs=",
-        "toy_model_parallel",
-        "",
-        "predict preflight",
-        "bf16-mixed bf16-true",
-        "true",
-        "text csv json",
-    ]
-    assert result.stderr.count("no completion specification") == 2
-    assert list(tmp_path.iterdir()) == []
