@@ -440,7 +440,8 @@ class _Command:
     ) -> Request:
         """Return what a job is given. number: of the job in a sweep."""
         raw = base.configuration(composed)
-        if load_job(raw["job"]).needs_ranks:
+        # Without a job, as in a file of the user's that is half a configuration, `parse` says what is missing.
+        if "job" in raw and load_job(raw["job"]).needs_ranks:
             raw = self._remote.pinned(raw)
         if self._call is not None and self._call.name is not None:
             raw["recipe"] = self._call.name
