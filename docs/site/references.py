@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 from sphinx.application import Sphinx
-from sphinx.ext.napoleon import Config as SectionsConfig
-from sphinx.ext.napoleon import GoogleDocstring
+from sphinx.ext.napoleon.docstring import GoogleDocstring
 from sphinx.pycode import ModuleAnalyzer
 
 import framework
@@ -171,4 +170,4 @@ def read_sections(_: Sphinx, what: str, __: str, ___: Any, ____: Any, lines: lis
     As an extension, napoleon would also take the text before a colon for the type of an attribute or property.
     """
     if what not in ("attribute", "property"):
-        lines[:] = GoogleDocstring(lines, SectionsConfig(), what=what).lines()
+        lines[:] = GoogleDocstring(lines).lines()
