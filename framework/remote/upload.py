@@ -52,6 +52,7 @@ _COPY = ".uploading_"
 _SHARE = 0.1
 # What the framework itself removes when a run is resumed.
 _FAILURE_REPORTS = "failure*.json"
+_RUN_FILE = "run.json"
 
 
 class Stamp(NamedTuple):
@@ -276,8 +277,13 @@ class Uploader:
     # Files that may change
 
     def _upload_files(self, files: dict[str, Path], *, at_once: bool) -> bool:
-        """Upload the files that have changed; return True if there were any."""
-        is_changed = False
+        """Upload the files that have changed; return True if there were any.
+
+        `run.json` is read before the others and uploaded after them: it may say that something was logged, such as the
+        test, so what was logged must be at the URL by then.
+        """
+        records: dict[str, _Content] = {}
+        others = []
         for name, path in files.items():
             if not at_once and self._clock() < self._due_s.get(name, 0.0):
                 continue
@@ -285,15 +291,29 @@ class Uploader:
             with suppress(FileNotFoundError):
                 if Stamp.of(path.stat()) == self._stamps.get(name):
                     continue
+                if path.name != _RUN_FILE or path.stat().st_size > _IN_MEMORY_BYTES:
+                    others.append(name)
+                    continue
                 with _unchanging(path, folder=self._place.local) as content:
-                    if content is None:
-                        continue
-                    begun_s = self._clock()
-                    self._put(content.data, name)
-                self._due_s[name] = self._clock() + (self._clock() - begun_s) / _SHARE
-                self._stamps[name] = content.stamp
-                is_changed = True
+                    if content is not None:
+                        records[name] = content
+
+        is_changed = False
+        for name in others:
+            with suppress(FileNotFoundError), _unchanging(files[name], folder=self._place.local) as content:
+                if content is not None:
+                    self._upload_content(content, name)
+                    is_changed = True
+        for name, content in records.items():
+            self._upload_content(content, name)
+            is_changed = True
         return is_changed
+
+    def _upload_content(self, content: _Content, name: str) -> None:
+        begun_s = self._clock()
+        self._put(content.data, name)
+        self._due_s[name] = self._clock() + (self._clock() - begun_s) / _SHARE
+        self._stamps[name] = content.stamp
 
     def _put(self, data: bytes | Path, name: str) -> None:
         from fsspec.callbacks import Callback

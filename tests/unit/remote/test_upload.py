@@ -188,6 +188,26 @@ def test_metrics_reach_to_the_step_of_a_manifest(bucket: Bucket, new_run: NewRun
     assert bucket.steps == [10]
 
 
+def test_run_json_never_says_more_than_the_metrics_have(bucket: Bucket, new_run: NewRun) -> None:
+    run = new_run()
+    (run.path / "metrics.jsonl").write_text("")
+    (run.path / "run.json").write_text("training")
+
+    def test_meanwhile(operation: str, path: str) -> None:
+        if path.endswith("metrics.jsonl"):
+            bucket.hook = nothing
+            (run.path / "metrics.jsonl").write_text("the test\n")
+            (run.path / "run.json").write_text("tested")
+
+    bucket.hook = test_meanwhile
+    uploader = Uploader(run.place)
+    uploader.upload()
+    assert bucket.objects["run.json"] == b"training"
+    finish(uploader)
+    assert bucket.objects["run.json"] == b"tested"
+    assert bucket.objects["metrics.jsonl"] == b"the test\n"
+
+
 def test_a_checkpoint_deleted_while_it_is_uploaded_leaves_nothing(bucket: Bucket, new_run: NewRun) -> None:
     run = new_run()
     run.save(10)
