@@ -27,7 +27,7 @@ from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.launch.run_spec import RunSpec, make_visible
 from framework.monitoring.node_monitor import Limits
 from framework.monitoring.report import FailureReport, render
-from framework.remote.place import note_trained_here, outputs_folder
+from framework.remote.place import RemotePlace, note_trained_here, outputs_folder
 from framework.runs.record import RunStart, record_end, record_start
 from framework.system.files import read_bytes
 from framework.system.formatting import display_path
@@ -185,6 +185,9 @@ def _preloaded(config: Config) -> tuple[str, ...]:
 def _follow(request: Request, setup: NodeSetup, part: Part, spec: RunSpec) -> JobResult:
     """Run this node's ranks of a run whose records node 0 keeps."""
     run_dir = RunDir(Path(spec.run_dir))
+    place = RemotePlace.of_run(run_dir.path, outputs=request.config.path.outputs)
+    if place is not None:
+        place.make_local()
     make_visible(run_dir, spec)
     print(f"Node {setup.node} of {setup.topology.nnodes} is part of the run\n{display_path(run_dir.path)}", flush=True)
     # On this node's disk, which node 0 may not see.

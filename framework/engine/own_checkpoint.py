@@ -12,6 +12,7 @@ from framework.distributed.collectives import broadcast_object, gather_to_all
 from framework.distributed.context import Context
 from framework.engine.setup import RankSetup
 from framework.errors import CheckpointError, RunError
+from framework.remote.place import RemotePlace
 from framework.system.formatting import display_path
 from framework.system.rank_log import warn
 
@@ -23,7 +24,7 @@ def own_checkpoint(setup: RankSetup) -> LastUndamaged:
     files are verified first. Every rank must call it.
 
     Raises:
-        RunError: this node doesn't have it.
+        RunError: this node doesn't have it, and the run has no URL to fetch it from.
         CheckpointError: it can't be used; the same on every rank.
     """
     if setup.config.resume is None and setup.attempt == 0:
@@ -40,9 +41,12 @@ def own_checkpoint(setup: RankSetup) -> LastUndamaged:
         # Symlinks may lead elsewhere than on rank 0's node.
         directory = (source / directory.name).resolve()
     if directory is not None and manifest_or_none(directory) is None:
+        _fetch(setup, directory)
+    if directory is not None and manifest_or_none(directory) is None:
         raise RunError(
             f"Node {context.node_rank} ({socket.gethostname()}) doesn't have the checkpoint to resume from, "
-            f"{directory}.\nPut the run directory on a disk that all nodes share: path.outputs=FOLDER"
+            f"{directory}.\nPut the run directory on a disk that all nodes share, path.outputs=FOLDER, or in a bucket, "
+            "path.outputs=s3://BUCKET/FOLDER"
         )
     if context.is_main:
         for damaged, text in agreed.damaged:
@@ -51,6 +55,16 @@ def own_checkpoint(setup: RankSetup) -> LastUndamaged:
         if directory is None:
             warn("There is no checkpoint yet: the run starts from scratch")
     return LastUndamaged(directory, agreed.damaged)
+
+
+def _fetch(setup: RankSetup, directory: Path) -> None:
+    """Fetch a checkpoint that this node lacks, if the run has a URL. Raises RequestError if that fails."""
+    place = RemotePlace.of_run(setup.run_dir.path, outputs=setup.config.path.outputs)
+    if place is not None:
+        # It imports what only URLs need.
+        from framework.remote.fetch import fetch_uploaded
+
+        fetch_uploaded(place, directory.name, timeout_s=setup.config.backend.init_timeout)
 
 
 def _agree(source: Path, context: Context, *, is_last: bool) -> LastUndamaged:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ _RECORDS = (".json", ".jsonl", ".yaml")
 _MEDIA = "media/"
 # A pointer is the name of a checkpoint.
 _MAX_POINTER_BYTES = 100
+# Between two looks for a checkpoint that is being uploaded.
+_POLL_S = 0.5
 
 
 class RemoteError(RequestError):
@@ -236,6 +239,35 @@ def fetch_checkpoint(place: RemotePlace, name: str) -> Path:
             if step_of(name) is not None:
                 return _fetch_step(run, name)
             return _fetch_pointed(run, name, points=updated)
+
+
+def fetch_uploaded(place: RemotePlace, name: str, *, timeout_s: float) -> None:
+    """Fetch a checkpoint that node 0 has, once it is uploaded, to a node with a disk of its own.
+
+    Raises RemoteError if it isn't uploaded in time or the URL can't be read, CheckpointError if it is damaged.
+
+    Args:
+        place: of the run.
+        name: of the checkpoint.
+        timeout_s: how long to wait for its upload.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    with reading(place):
+        filesystem = place.filesystem()
+        while True:
+            files = _visible(_list(place, filesystem))
+            # The manifest is uploaded last.
+            if f"{CHECKPOINTS}/{name}/{MANIFEST_NAME}" in files:
+                break
+            if time.monotonic() > deadline_s:
+                raise RemoteError(
+                    f"{place.url}/{CHECKPOINTS}/{name} wasn't uploaded by node 0 within {timeout_s:g} s, and this node "
+                    "doesn't have it. Resume the run on node 0's machine, or look there why it isn't uploaded."
+                )
+            time.sleep(_POLL_S)
+        # Of the ranks of a node, the first fetches it.
+        with _exclusive(place):
+            _fetch_step(RemoteRun(place, filesystem, files), name)
 
 
 def fetch_weights(place: RemotePlace) -> None:

@@ -69,6 +69,18 @@ class RemotePlace:
                 return RemotePlace(f"{protocol}{_SEPARATOR}{'/'.join(parts)}", cache)
         return None
 
+    @staticmethod
+    def of_run(run_dir: Path, *, outputs: str) -> RemotePlace | None:
+        """Return the place of a run that node 0 has made, on a node with a disk of its own; None if it has no URL.
+
+        outputs: `path.outputs`.
+        """
+        if not is_url(outputs):
+            return None
+        outputs = outputs.rstrip("/")
+        cache, folder, name = str(run_dir).partition(f"/{outputs.replace(_SEPARATOR, '/', 1)}/")
+        return RemotePlace(f"{outputs}/{name}", Path(cache)) if folder else None
+
     @property
     def local(self) -> Path:
         """Return the folder that stands for the URL; it need not exist."""
