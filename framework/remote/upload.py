@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO, NamedTuple, final
@@ -277,37 +277,45 @@ class Uploader:
     # Files that may change
 
     def _upload_files(self, files: dict[str, Path], *, at_once: bool) -> bool:
-        """Upload the files that have changed; return True if there were any.
+        """Upload the files that have changed; return True if any was uploaded.
 
-        `run.json` is read before the others and uploaded after them: it may say that something was logged, such as the
-        test, so what was logged must be at the URL by then.
+        `run.json` may say that something was logged, such as the test; then that must be at the URL, too. So it is read
+        before the others are looked at, and uploaded after them, but not while one that has changed has to wait.
         """
-        records: dict[str, _Content] = {}
-        others = []
-        for name, path in files.items():
-            if not at_once and self._clock() < self._due_s.get(name, 0.0):
-                continue
-            # It may be replaced or removed at any moment.
-            with suppress(FileNotFoundError):
-                if Stamp.of(path.stat()) == self._stamps.get(name):
-                    continue
-                if path.name != _RUN_FILE or path.stat().st_size > _IN_MEMORY_BYTES:
-                    others.append(name)
-                    continue
-                with _unchanging(path, folder=self._place.local) as content:
-                    if content is not None:
-                        records[name] = content
-
         is_changed = False
-        for name in others:
-            with suppress(FileNotFoundError), _unchanging(files[name], folder=self._place.local) as content:
-                if content is not None:
-                    self._upload_content(content, name)
-                    is_changed = True
-        for name, content in records.items():
-            self._upload_content(content, name)
-            is_changed = True
+        is_waiting = False
+        with ExitStack() as stack:
+            records: dict[str, _Content | None] = {}
+            for name, path in files.items():
+                # It may be replaced or removed at any moment.
+                with suppress(FileNotFoundError):
+                    if path.name == _RUN_FILE and self._has_changed(name, path):
+                        records[name] = stack.enter_context(_unchanging(path, folder=self._place.local))
+
+            for name, path in files.items():
+                with suppress(FileNotFoundError):
+                    if path.name == _RUN_FILE or not self._has_changed(name, path):
+                        continue
+                    if not at_once and self._clock() < self._due_s.get(name, 0.0):
+                        is_waiting = True
+                        continue
+                    with _unchanging(path, folder=self._place.local) as content:
+                        if content is None:
+                            is_waiting = True
+                            continue
+                        self._upload_content(content, name)
+                        is_changed = True
+
+            if not is_waiting:
+                for name, content in records.items():
+                    if content is not None:
+                        self._upload_content(content, name)
+                        is_changed = True
         return is_changed
+
+    def _has_changed(self, name: str, path: Path) -> bool:
+        """Return True unless this content of a file is at the URL. Raises FileNotFoundError if the file is gone."""
+        return Stamp.of(path.stat()) != self._stamps.get(name)
 
     def _upload_content(self, content: _Content, name: str) -> None:
         begun_s = self._clock()

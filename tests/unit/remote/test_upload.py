@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from framework.errors import RequestError
-from tests.helpers.internals import Uploader, newest_claim, note_claim, upload_module
+from tests.helpers.internals import Uploader, newest_claim, note_claim, open_regular, upload_module
 from tests.unit.remote.faults import Bucket, Killed, Run, nothing
 
 NewRun = Callable[..., Run]
@@ -206,6 +206,52 @@ def test_run_json_never_says_more_than_the_metrics_have(bucket: Bucket, new_run:
     finish(uploader)
     assert bucket.objects["run.json"] == b"tested"
     assert bucket.objects["metrics.jsonl"] == b"the test\n"
+
+
+def test_run_json_waits_for_metrics_that_have_to_wait(bucket: Bucket, new_run: NewRun) -> None:
+    run = new_run()
+    now_s = 0.0
+
+    def take_a_second(operation: str, path: str) -> None:
+        nonlocal now_s
+        if operation == "pipe_file":
+            now_s += 1.0
+
+    bucket.hook = take_a_second
+    uploader = Uploader(run.place, clock=lambda: now_s)
+    finish(uploader)
+    before = bucket.objects["run.json"]
+    now_s += 100.0
+    (run.path / "metrics.jsonl").write_text("a step\n")
+    uploader.upload()
+
+    # The metrics were uploaded a moment ago.
+    (run.path / "metrics.jsonl").write_text("a step\nthe test\n")
+    (run.path / "run.json").write_text("tested")
+    uploader.upload()
+    assert (bucket.objects["metrics.jsonl"], bucket.objects["run.json"]) == (b"a step\n", before)
+    now_s += 100.0
+    uploader.upload()
+    assert (bucket.objects["metrics.jsonl"], bucket.objects["run.json"]) == (b"a step\nthe test\n", b"tested")
+
+
+def test_metrics_are_looked_at_after_run_json_was_read(
+    bucket: Bucket, new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run()
+    (run.path / "metrics.jsonl").write_text("")
+    uploader = upload(run)
+    (run.path / "run.json").write_text("training")
+
+    def test_meanwhile(path: Path) -> BinaryIO:
+        if path.name == "run.json":
+            (run.path / "metrics.jsonl").write_text("the test\n")
+            (run.path / "run.json").write_text("tested")
+        return open_regular(path)
+
+    monkeypatch.setattr(upload_module, "open_regular", test_meanwhile)
+    uploader.upload()
+    assert (bucket.objects["metrics.jsonl"], bucket.objects["run.json"]) == (b"the test\n", b"tested")
 
 
 def test_a_checkpoint_deleted_while_it_is_uploaded_leaves_nothing(bucket: Bucket, new_run: NewRun) -> None:
