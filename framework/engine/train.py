@@ -207,9 +207,10 @@ def _test(setup: RankSetup, trainer: Trainer, loaders: Mapping[str, EvalLoader])
 
     setup.link.rank_status.set_phase(RankPhase.LOGGING)
     trainer.check_run_dir()
-    # A run that is resumed after its end has logged this test already.
+    # A run that is resumed after its end has logged this test already; resumed from an earlier step, it has lost that.
     results = setup.run_dir.read_run().get("results", {})
-    if results.get("test") is None or results.get("steps") != trainer.progress.step:
+    ended_here = results.get("steps") == trainer.progress.step == trainer.start_step
+    if results.get("test") is None or not ended_here:
         trainer.logbook.log_evaluation(evaluation)
     return {"step": step, "metrics": evaluation.metrics, "texts": markdown_texts(evaluation.texts)}
 

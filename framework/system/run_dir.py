@@ -18,6 +18,7 @@ from typing import Any
 
 from framework.errors import RequestError
 from framework.system.files import FileFacts, open_regular, read_bytes, read_json
+from framework.system.formatting import display_path
 
 # To find a name that no other run has.
 _ATTEMPTS = 100
@@ -197,7 +198,7 @@ def create_run_dir(parent: Path, *, name: str | None = None) -> RunDir:
         raise FileExistsError(errno.EEXIST, f"{path.name} exists already")
     except OSError as error:
         raise RequestError(
-            f"The run directory can't be created under {parent}: {error.strerror or error}.\n"
+            f"The run directory can't be created under {display_path(parent)}: {error.strerror or error}.\n"
             "Choose a writable folder with path.outputs=FOLDER."
         ) from error
 

@@ -125,7 +125,7 @@ def test_typed_overrides_apply_to_a_saved_run(evaluate, trained, tmp_path):
         "job": "eval",
         "trainer": {**saved["trainer"], "limit_test_batches": 2},
         "data": {**saved["data"], "batch_size": 7},
-        "path": {"outputs": "evaluations"},
+        "path": {**saved["path"], "outputs": "evaluations"},
         "checkpoint": {**saved["checkpoint"], "path": str(find(trained))},
     }
     assert used == {**saved, **changed}

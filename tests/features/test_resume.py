@@ -103,6 +103,19 @@ def test_a_killed_runs_test_is_logged_once(train, shared_run, tmp_path):
     assert "test/loss" in results.metrics(run)
 
 
+def test_a_finished_run_resumed_from_an_older_checkpoint_has_its_test_again(train):
+    """The row that was logged is removed, being of a later step."""
+    settings = ("trainer.max_steps=40", "trainer.limit_test_batches=2", "checkpoint.every_n_steps=20")
+    run = train("recipe=toy", "logger=jsonl", *settings, "checkpoint.save_top_k=-1")
+    wanted = results.curve(run, "test/loss")
+    assert list(wanted) == [40]
+    train(f"resume={run / 'checkpoints' / 'step_00000020'}")
+    assert results.curve(run, "test/loss") == wanted
+    train(f"resume={run}")
+    assert results.curve(run, "test/loss") == wanted
+    assert results.repeated(run) == {}
+
+
 def test_without_a_checkpoint_a_run_restarts(train, whole_run):
     stopped = train(*SHORT, "checkpoint.enabled=false", "trainer.max_steps=5")
     resumed = train(f"resume={stopped}", "checkpoint.enabled=true", "trainer.max_steps=null")
