@@ -172,7 +172,7 @@ def test_a_read_only_run_is_evaluated_elsewhere(command, trained, tmp_path):
     (run / "eval").write_text("in the way, as root may write everywhere\n")
     status, said = command("job=eval", f"checkpoint.path={run}")
     assert status == 2
-    assert f"can't be created under {run}/eval: Not a directory" in said
+    assert f"can't be created under {run.relative_to(tmp_path)}/eval: Not a directory" in said
     assert "path.outputs=FOLDER" in said
     assert command("job=eval", f"checkpoint.path={run}", "path.outputs=elsewhere") == (0, "")
     assert len(list(tmp_path.glob("elsewhere/toy/eval/*/run.json"))) == 1

@@ -183,10 +183,10 @@ class Answer(framework.Job):
 
 
 def test_the_results_of_an_own_job_are_printed_and_nan_is_null(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN_JOB)
-    document = command("job=own.Answer", "recipe=toy", "trainer.gpus=0").document
+    (tmp_path / "answering.py").write_text(OWN_JOB)
+    document = command("job=answering.Answer", "recipe=toy", "trainer.gpus=0").document
     assert document["results"] == {"value": None, "step": 3}
-    assert document["run"].startswith("outputs/toy/own.Answer/")
+    assert document["run"].startswith("outputs/toy/answering.Answer/")
 
 
 # Sweeps
@@ -294,8 +294,8 @@ def test_the_page_names_every_job() -> None:
 
 
 def test_what_ranks_print_goes_to_stderr(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN_JOB)
-    ran = run_framework("job=own.Answer", "recipe=toy", "trainer.gpus=0", "format=json", cwd=tmp_path)
+    (tmp_path / "answering.py").write_text(OWN_JOB)
+    ran = run_framework("job=answering.Answer", "recipe=toy", "trainer.gpus=0", "format=json", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["results"] == {"value": None, "step": 3}
     assert "printed by a rank" in ran.stderr

@@ -177,7 +177,7 @@ def test_evaluations_and_parity_trainings_are_not_listed(answer: Command, made: 
         ("job=compare", "job=compare runs=[outputs/RECIPE/RUN,…]"),
         ("job=compare runs=outputs/toy/one", "two runs outputs/toy/one"),
         ("job=report runs=outputs/toy/one report.output=page.pdf", "report.output=page.pdf .html"),
-        ("runs=outputs/toy/one", "runs=outputs/toy/one report."),
+        ("runs=outputs/toy/one", "runs=outputs/toy/one report upload."),
         ("rerun=outputs/toy/one resume=outputs/toy/one", "resume rerun"),
         ("rerun=outputs/toy/one job=plan", "rerun job=plan"),
         ("rerun=outputs/toy/one recipe=digits", "recipe=digits rerun toy"),

@@ -23,7 +23,11 @@ def refusal(context: Context, disks: list[Path], attempt: int, resume: str | Non
     """The error of a rank that sees `disks[rank]` as the run directory. resume: a path below it."""
     folder = disks[context.rank]
     rank: Any = SimpleNamespace(
-        config=SimpleNamespace(resume=None if resume is None else str(folder / resume), init_from=None),
+        config=SimpleNamespace(
+            resume=None if resume is None else str(folder / resume),
+            init_from=None,
+            path=SimpleNamespace(outputs=str(folder)),
+        ),
         run_dir=RunDir(folder),
         attempt=attempt,
         context=context,
