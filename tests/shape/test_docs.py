@@ -89,7 +89,7 @@ def note_trials(asked: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sweep_module, "_slots", slots)
     monkeypatch.setattr(sweep_module, "sweep_plan_text", plan_text)
-    monkeypatch.setattr(sweep_module, "_run", lambda *_, **__: 0)
+    monkeypatch.setattr(sweep_module, "_run", lambda *_, **__: JobResult(0))
 
 
 def test_the_readme_shows_commands() -> None:
