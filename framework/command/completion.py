@@ -66,15 +66,15 @@ def completions(line: str) -> list[str]:
     previous = words[-1] if words else ""
     choices = _FLAGS.get({"-c": "--cfg", "-i": "--info"}.get(previous, previous), ())
     if choices:
-        found = [*choices]
+        candidates = list(choices)
     elif word.startswith("-"):
-        found = [*_FLAGS]
+        candidates = list(_FLAGS)
     elif "=" in word:
-        found = list(_with_values(word, words))
+        candidates = list(_with_values(word, words))
     else:
         plus = word[: len(word) - len(word.lstrip("+~"))]
-        found = [f"{plus}{key}" for key in _keys(word.lstrip("+~"), words)]
-    return sorted({text for text in found if text.startswith(word)})
+        candidates = [f"{plus}{key}" for key in _keys(word.lstrip("+~"), words)]
+    return sorted({text for text in candidates if text.startswith(word)})
 
 
 # Keys
@@ -116,16 +116,17 @@ def _with_values(word: str, words: Sequence[str]) -> Iterator[str]:
     before = value[: max(value.rfind(","), value.rfind("[")) + 1]
     start = value.removeprefix(before)
     key = typed_key.lstrip("+~")
-    for found in _values(key, start, words):
-        yield f"{typed_key}={before}{found}"
+    for completed in _values(key, start, words):
+        yield f"{typed_key}={before}{completed}"
 
 
 def _values(key: str, start: str, words: Sequence[str]) -> list[str]:
     options = _options(words).get(key.removesuffix("@").replace(".", "/"), [])
     values = [*options, *listed_values(key)]
     if key in _OF_RUNS:
-        values += ["auto"] if key == "resume" else []
         values += _runs(words)
+    if key == "resume":
+        values.append("auto")
     matching = [value for value in values if value.startswith(start)]
     if matching or (values and not start):
         return matching

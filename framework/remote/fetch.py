@@ -159,10 +159,7 @@ def fetch_records(place: RemotePlace) -> None:
     with reading(place):
         filesystem = place.filesystem()
         files = _list(place, filesystem)
-        runs = _folders_with(files, (_CONFIG, _OVERRIDES))
-        for folder in runs:
-            prefix = f"{folder}/" if folder else ""
-            run_files = {name.removeprefix(prefix): file for name, file in files.items() if name.startswith(prefix)}
+        for folder, run_files in _files_of_runs(files).items():
             run = RemoteRun(place.below(*Path(folder).parts), filesystem, _visible(run_files))
             _fetch_copy(run, run.records(), claim=partial(newest_claim, filesystem, run.place.path))
         for folder in _folders_with(files, (_SWEEP,)):
@@ -174,6 +171,18 @@ def fetch_records(place: RemotePlace) -> None:
             if not sweep.local.exists():
                 sweep.make_local()
                 _download(RemoteRun(sweep, filesystem, sweep_files), list(sweep_files))
+
+
+def _files_of_runs(files: Mapping[str, RemoteFile]) -> dict[str, dict[str, RemoteFile]]:
+    """Return the files of each run by their path in it, by the run's folder. A run may lie in another one."""
+    runs: dict[str, dict[str, RemoteFile]] = {folder: {} for folder in _folders_with(files, (_CONFIG, _OVERRIDES))}
+    for path, file in files.items():
+        parts = path.split("/")
+        for depth in range(len(parts)):
+            folder = "/".join(parts[:depth])
+            if folder in runs:
+                runs[folder]["/".join(parts[depth:])] = file
+    return runs
 
 
 def fetch_run(place: RemotePlace) -> None:

@@ -40,7 +40,7 @@ exit "$status"
 
 
 class Slurm(Engine):
-    """A batch script. A task that is told that its time is nearly up saves a checkpoint, and the job is requeued."""
+    """A batch script. When its time is nearly up, SLURM signals its tasks, which save; then it is requeued."""
 
     program = "sbatch"
     kind = "SLURM job"
@@ -104,7 +104,7 @@ class Slurm(Engine):
         }
         if topology.gpus_per_node and not any(name in typed for name in _OTHER_GPUS):
             options["gpus-per-node"] = topology.gpus_per_node
-        # The tasks are told so long before the time of the job is up, and have that long to save.
+        # SLURM signals the tasks so long before the time of the job is up; they have that long to save.
         options |= {"signal": "USR1@120", "requeue": True, "open-mode": "append"}
         return {**options, **typed}
 
