@@ -44,11 +44,13 @@ def test_an_in_process_run_stops_and_resumes_exactly(train, tmp_path, shared_run
 @pytest.mark.exhaustive
 def test_a_trial_that_is_stopped_alone_can_be_resumed(tmp_path):
     (tmp_path / "stop.py").write_text(
-        "import os, signal\n"
+        "import os, signal, time\n"
         "class Stopper:\n"
         "    def __init__(self, at): self.at = at\n"
         "    def on_train_step_end(self, report):\n"
         "        if report.step == self.at: os.kill(os.getpid(), signal.SIGTERM)\n"
+        # The launcher passes the signal on. Meanwhile the trial could train to its end.
+        "        if report.step >= self.at: time.sleep(0.2)\n"
     )
     stopper = ("+callbacks.stop._target_=stop.Stopper", "+callbacks.stop.at=200,20")
     result = run_framework("-m", *OVERRIDES, *stopper, cwd=tmp_path)
