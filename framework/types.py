@@ -383,6 +383,10 @@ class FitInfo:
     batchnorm_statistics: Callable[[], Mapping[str, Tensor]] = field(default=dict, compare=False)
     # Returns the steps of an epoch by its number; None if that is unknown. Epochs differ if the sampler says so.
     steps_of_epoch: Callable[[int], int | None] = field(default=lambda _: None, compare=False)
+    # Calls the function that it is given with the name of each part of a step when that begins, until it is given None:
+    # data, forward, backward, optimizer, logging (callbacks, too), waiting (for other ranks, where that is known), and
+    # outside (of steps: logs, validations, checkpoints).
+    observe_phases: Callable[[Callable[[str], None] | None], None] = field(default=lambda _: None, compare=False)
 
 
 _LOGGED_BY_TRAINING = re.compile(r"loss|mfu|(samples|steps|tflop)_per_s|(lr|grad_norm)(/.+)?")

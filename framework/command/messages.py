@@ -15,6 +15,7 @@ from framework.errors import EXIT_STOPPED
 from framework.monitoring.slow_ranks import SlowRank
 from framework.remote.place import display_place
 from framework.runs.compare import NO_CODE, cell, compare_origins
+from framework.runs.profile import profile_tables
 from framework.system.formatting import display_path, format_count, format_facts, format_table
 from framework.system.run_dir import RunDir, read_object
 
@@ -62,13 +63,17 @@ def rerun_message(original: Path, run_dir: RunDir) -> str:
 
 def training_summary(config: Config, run_dir: RunDir, status: int) -> str:
     """Return the results, where the files are, and the commands to resume the run and to see its curves."""
-    results = run_dir.read_run().get("results", {})
+    record = run_dir.read_run()
+    results = record.get("results", {})
     lines = [""]
     if status in (0, EXIT_STOPPED):
         lines.append(_how_it_ended(config.recipe, results, status))
         lines += _metrics_by_step(results)
         if results.get("slow_ranks"):
             lines.append(f"  {SlowRank(**results['slow_ranks'][0])}")
+        profiles = config.trainer.profiler is not None or "profiler" in config.callbacks
+        if profiles and record.get("profile") is not None:
+            lines += _profile_lines(record["profile"])
 
     path = display_path(run_dir.path)
     facts = [("run", path)]
@@ -151,6 +156,15 @@ def _metrics_by_step(results: Mapping[str, Any]) -> list[str]:
         cells = [_metric_cell(step_metrics.get(name)) for step_metrics in metrics.values()]
         rows.append([f"{name:<19}", *cells])
     return format_table(rows).splitlines()
+
+
+def _profile_lines(profile: Mapping[str, Any]) -> list[str]:
+    """Return what the profiler found, above and below an empty line."""
+    tables = profile_tables(profile)
+    lines = ["", tables.title]
+    for rows in (tables.ranks, tables.operators):
+        lines += [*format_table(rows).splitlines(), ""]
+    return lines
 
 
 def _metric_cell(value: float | None) -> str:

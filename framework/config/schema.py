@@ -203,8 +203,9 @@ class TrainerConfig:
     compile: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     # Modules whose activations are recomputed in the backward: names of classes. auto: what the model repeats.
     activation_checkpointing: Literal["auto"] | Texts | None = None
-    # Record some steps with torch's profiler; `callbacks=[profiler]` says which.
-    profiler: Literal["pytorch"] | None = None
+    # Record some steps with torch's profiler; `callbacks=[profiler]` says which. summary: where their time went.
+    # pytorch: with traces.
+    profiler: Literal["summary", "pytorch"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

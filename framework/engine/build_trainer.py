@@ -308,9 +308,11 @@ def _validation_number(trainer: TrainerConfig, steps: EpochSteps | None, info: E
 def _callback_nodes(setup: RankSetup) -> Mapping[str, Node]:
     """Return the callbacks of the configuration, and the profiler if `trainer.profiler` asks for it."""
     callbacks = setup.config.callbacks
-    if setup.config.trainer.profiler is None or "profiler" in callbacks:
+    wanted = setup.config.trainer.profiler
+    if wanted is None or "profiler" in callbacks:
         return callbacks
-    return {**callbacks, "profiler": {"_target_": "framework.callbacks.profiler.TorchProfiler"}}
+    node = {"_target_": "framework.callbacks.profiler.TorchProfiler", "trace": wanted == "pytorch"}
+    return {**callbacks, "profiler": node}
 
 
 def _progress_mode(setup: RankSetup) -> ProgressMode:

@@ -245,6 +245,7 @@ _FACTS: Mapping[str, type] = {
     "topology": dict,
     "results": dict,
     "modules": dict,
+    "profile": dict,
 }
 _REQUIRED = ("status", "started", "recipe", "job", "overrides")
 _GIT: Mapping[str, type] = {"revision": str, "diff": str}

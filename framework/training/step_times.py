@@ -21,8 +21,8 @@ from framework.monitoring.rank_status import RankPhase, RankStatus
 from framework.monitoring.slow_ranks import RankTimes
 
 # What a rank does beside the phases of a step: it waits for other ranks in one, or is outside of any.
-_WAITING = len(RankPhase)
-_OUTSIDE = len(RankPhase) + 1
+_WAITING = max(RankPhase) + 1
+_OUTSIDE = max(RankPhase) + 2
 # The last phase of a step.
 _CALLBACKS = RankPhase.LOGGING
 _COMPUTE = (RankPhase.FORWARD, RankPhase.BACKWARD, RankPhase.OPTIMIZER)
@@ -34,6 +34,7 @@ SHARES = {
     "callbacks": _CALLBACKS,
 }
 """The parts of a step that are logged as the ranks' mean share, beside data and waiting; 0 if unknown."""
+_NAMES = {phase: phase.label for phase in RankPhase} | {_WAITING: "waiting", _OUTSIDE: "outside"}
 # Marks that are kept before they are added up.
 _MAX_MARKS = 4096
 
@@ -94,6 +95,7 @@ class StepTimer:
         self._is_complete = False
         # The next step is left out: it follows an evaluation or a checkpoint.
         self._skips_step = False
+        self._observer: Callable[[str], None] | None = None
         # Since the last reading: steps, and the seconds of each kind.
         self._steps = 0
         self._seconds = _no_seconds()
@@ -121,6 +123,10 @@ class StepTimer:
             self._takes_stamps = self._every < 4 or steps_past_middle in (0, 1)
         elif len(self._stamps) >= _MAX_MARKS:
             self._add_up()
+
+    def observe(self, observer: Callable[[str], None] | None) -> None:
+        """Call `observer` with the name of whatever begins at each mark, as `FitInfo` says; None ends that."""
+        self._observer = observer
 
     def begin_waiting(self) -> None:
         self._stamp(_WAITING)
@@ -177,6 +183,8 @@ class StepTimer:
         if self._takes_stamps:
             self._kinds.append(kind)
             self._stamps.append(self._clock.now())
+        if self._observer is not None:
+            self._observer(_NAMES[kind])
 
     def _add_up(self) -> None:
         """Add the time between the marks to the sums, and drop these marks.

@@ -713,6 +713,7 @@ class Trainer:
             optimizer=state.optimizer,
             batchnorm_statistics=self._batchnorm_statistics,
             steps_of_epoch=self._steps_of_epoch,
+            observe_phases=self._timer.observe,
         )
         for hook in hooks(state.observers, "on_fit_start") + hooks(state.loggers.values(), "start"):
             hook(info)

@@ -353,6 +353,20 @@ def test_a_report_is_whole_and_loads_nothing(answer: Command, made: Made) -> Non
     assert "exists already" in err
 
 
+def test_a_profile_of_another_version_is_left_out(answer: Command, made: Made) -> None:
+    ranks = [{"compute": 0.9, "idle": 0.1}] * 20
+    operators = [{"name": "<mm>", "calls": 6, "seconds": 0.3, "share": 0.5}]
+    profile = {"steps": [5, 7], "step_s": None, "profiled_step_s": 0.2, "ranks": ranks, "operators": operators}
+    made("a", profile=profile)
+    made("b", profile={**profile, "ranks": [1]})
+    assert answer("job=report", "runs=outputs/toy").status == 0
+    page = Page(Path("report.html").read_text())
+    for text in ("Where the time went in steps 5 to 7, 200 ms each", "<mm>", "can't be shown"):
+        assert text in page.text
+    # Of twenty ranks, the first and the last eight are shown.
+    assert page.text.count("90.0 %") == 16
+
+
 @pytest.mark.exhaustive
 def test_a_report_has_confusion_matrices_and_failures(train, answer: Command, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(

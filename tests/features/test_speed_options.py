@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from framework import Datasets, Log, StepOutput
 from tests.helpers import results
-from tests.helpers.internals import make_context, rank_setup_module
+from tests.helpers.internals import compose, make_context, rank_setup_module
 
 SHORT = ("logger=jsonl", "trainer.limit_test_batches=0", "trainer.limit_val_batches=1")
 NO_KEYWORDS = ("~data.datasets.num_samples", "~data.datasets.seed")
@@ -36,6 +36,75 @@ def test_the_profiler_traces_steps_of_every_rank(train):
         assert recorded_steps(content) == {f"ProfilerStep#{step}" for step in range(12, 17)}
         assert any(event["name"] == "aten::addmm" for event in content["traceEvents"])
     assert f"Traces of the profiler are in {run_dir / 'profile'}" in results.log(run_dir)
+
+
+LATE = """
+import os, time
+from framework.tasks import Supervised
+
+class Late(Supervised):
+    def training_step(self, model, batch):
+        time.sleep(0.05 * (os.environ["RANK"] == "1"))
+        return super().training_step(model, batch)
+"""
+
+
+def largest(shares: dict[str, float]) -> str:
+    return max(shares, key=lambda part: shares[part])
+
+
+@pytest.mark.multiproc
+def test_the_summary_tells_what_each_rank_spends_its_time_on(train, tmp_path, capfd):
+    (tmp_path / "late.py").write_text(LATE)
+    two = ("topology.procs_per_node=2", "trainer.max_steps=20", "task._target_=late.Late")
+    run_dir = train("recipe=toy", *SHORT, *two, "trainer.profiler=summary")
+    assert not (run_dir / "profile").exists()
+
+    profile = results.run_file(run_dir)["profile"]
+    assert profile["steps"] == [13, 17]
+    # Rank 1 sleeps, and rank 0 waits for its gradients.
+    assert [largest(shares) for shares in profile["ranks"]] == ["exchange", "idle"]
+    for shares in profile["ranks"]:
+        assert sum(shares.values()) == pytest.approx(1)
+    calls = {operator["name"]: operator["calls"] for operator in profile["operators"]}
+    assert calls["aten::addmm"] == 2 * 5
+
+    title = "Where the time went in steps 13 to 17"
+    assert title in capfd.readouterr().out
+    assert compose.main(["job=report", f"runs={run_dir}", "report.output=page.html"]) == 0
+    page = Path("page.html").read_text()
+    assert title in page
+    assert "<td>aten::addmm</td><td>2</td>" in page
+
+    # The profile of an earlier start isn't shown as that of a later one, which is too short for its own.
+    train(f"resume={run_dir}", "trainer.max_steps=22")
+    assert results.run_file(run_dir)["profile"] is None
+
+
+SLEEPY = """
+import time
+from recipes.toy import toy_regression
+from framework import Datasets
+
+class Sleepy:
+    def __init__(self): self.data = toy_regression().train
+    def __len__(self): return len(self.data)
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return self.data[index]
+
+def datasets(num_samples, seed): return Datasets(train=Sleepy())
+"""
+
+
+def test_the_summary_tells_that_training_waits_for_data(train, tmp_path):
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    data = ("data.datasets._target_=sleepy.datasets", "data.num_workers=0", "data.global_batch_size=4")
+    options = ("callbacks=[profiler]", "callbacks.profiler.wait=0", "callbacks.profiler.warmup=0")
+    run_dir = train("recipe=toy", *SHORT, *data, "trainer.max_steps=6", "checkpoint=none", *options)
+    profile = results.run_file(run_dir)["profile"]
+    assert (profile["steps"], profile["step_s"]) == ([1, 5], None)
+    assert largest(profile["ranks"][0]) == "data"
 
 
 @pytest.mark.exhaustive

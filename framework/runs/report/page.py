@@ -33,6 +33,7 @@ from framework.config.yaml_files import dump_yaml
 from framework.errors import ConfigError
 from framework.monitoring.report import FailureReport, render
 from framework.runs.compare import Section, cell, compare, metrics
+from framework.runs.profile import ProfileTables, profile_tables
 from framework.runs.record import DamagedRunError, RunRecord, metric_names, read_run
 from framework.runs.report import curves
 from framework.runs.report.curves import Chart, Curve, chart, color, thinned
@@ -98,6 +99,7 @@ def make_page(records: Sequence[RunRecord], *, importances: Mapping[str, Mapping
         failures=list(_failures(records)),
         results=_rows(metrics(records) | logged_once, better=_better(records)),
         charts=_figures(charts, records=records),
+        profiles=list(_profiles(records)),
         tables=list(_tables(records)),
         evaluations=list(_evaluations(records)),
         media=list(_media(records)),
@@ -250,6 +252,20 @@ def _failure(file: Path, run_dir: RunDir) -> str:
     except (TypeError, ValueError, KeyError, AttributeError):
         # Somebody edited it, or it is of another version.
         return json.dumps(plain, indent=2)
+
+
+def _profiles(records: Sequence[RunRecord]) -> Iterator[tuple[_Label, ProfileTables]]:
+    """Yield where the time of profiled runs went."""
+    for number, record in enumerate(records):
+        profile = record.facts.get("profile")
+        if profile is None:
+            continue
+        try:
+            tables = profile_tables(profile)
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError):
+            # Somebody edited it, or it is of another version.
+            tables = ProfileTables("The profile in run.json can't be shown.", [], [])
+        yield _label(number, record), tables
 
 
 # Numbers

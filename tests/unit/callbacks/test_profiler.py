@@ -16,7 +16,7 @@ from tests.unit.small_trainer import BadAt, make_trainer, settings
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
     # The profiler itself sets it to this value.
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
 
 
 def profiler(folder, **keywords):
