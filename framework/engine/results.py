@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +18,6 @@ def write_results(
     test: dict[str, Any] | None,
     is_untested: bool,
     seconds: float,
-    modules: Mapping[str, str],
 ) -> None:
     """Write the results to `run.json`, where the parent reads them for the closing summary; give them to the loggers.
 
@@ -27,7 +25,6 @@ def write_results(
 
     Args:
         is_untested: there is a test part, and it was to be left out.
-        modules: the hashes of the user's modules that it was trained with, to tell trials of changed code apart.
     """
     state = trainer.state
     results: dict[str, Any] = {
@@ -56,7 +53,7 @@ def write_results(
     if state.val_step is not None:
         texts = markdown_texts(state.val_texts)
         results["last"] = {"step": state.val_step, "metrics": state.val_metrics, "texts": texts}
-    setup.run_dir.update_run({"results": results, "modules": dict(modules)})
+    setup.run_dir.update_run({"results": results})
 
     # A run that was stopped on request has no final results yet.
     if not trainer.stop.on_request:

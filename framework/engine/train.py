@@ -36,6 +36,7 @@ from framework.launch.plan import MonitorLink, RankArguments
 from framework.launch.stopping import TestStoppedError, stoppable, stoppable_test
 from framework.media import markdown_texts
 from framework.monitoring.rank_status import RankPhase
+from framework.runs.segments import record_segment
 from framework.system.files import free_bytes
 from framework.system.formatting import format_bytes
 from framework.system.loaded_modules import hashes_of_loaded_modules
@@ -112,10 +113,10 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: TrainLoader, *, s
             monitors = monitored(setup.config, callbacks=trainer.state.callbacks, checkpoints=trainer.checkpoints)
             check_metrics(monitors, metric_names)
 
-        modules: dict[str, str] = {}
         if setup.context.is_main:
-            # Before training: the files may be edited while it runs.
+            # The files of modules may be edited while it runs.
             modules = hashes_of_loaded_modules()
+            record_segment(setup.run_dir, step=trainer.progress.step, attempt=setup.attempt, modules=modules)
 
         # Without checkpoints a stop signal just ends the process.
         if trainer.checkpoints is not None:
@@ -143,7 +144,6 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: TrainLoader, *, s
                 test=test_results,
                 is_untested=setup.skips_test and datasets.test is not None,
                 seconds=seconds,
-                modules=modules,
             )
         if trainer.stop.on_request:
             return EXIT_STOPPED

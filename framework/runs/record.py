@@ -26,6 +26,7 @@ from framework.config.secrets import Secrets, masked_arguments, masked_override
 from framework.config.topology import Topology
 from framework.errors import ConfigError, RequestError, RunError
 from framework.remote.place import display_place, is_copy
+from framework.runs.segments import SEGMENTS, check_segments, kept_segments
 from framework.system.files import FileFacts, content_damage, open_regular
 from framework.system.formatting import display_path
 from framework.system.hardware import cpu_count, visible_gpus
@@ -71,8 +72,10 @@ def record_start(run_dir: RunDir, start: RunStart) -> None:
     Raises RunError if the run directory can't be written.
     """
     facts = _start_facts(start)
+    before: dict[str, Any] = {}
     if run_dir.run_file.exists():
-        facts["earlier"] = _earlier_starts(run_dir.read_run(), Secrets(start.raw))
+        before = run_dir.read_run()
+        facts["earlier"] = _earlier_starts(before, Secrets(start.raw))
         facts["ended"] = None
     try:
         run_dir.logs.mkdir(exist_ok=True)
@@ -87,6 +90,8 @@ def record_start(run_dir: RunDir, start: RunStart) -> None:
         facts["files"] = {name: asdict(file_facts) for name, file_facts in files.items()}
         # What an edited file is compared with.
         facts["config"] = texts[run_dir.config_file.name]
+        if before:
+            facts[SEGMENTS] = kept_segments(before, facts)
         run_dir.update_run(facts)
     except OSError as error:
         raise RunError(
@@ -120,6 +125,7 @@ def _start_facts(start: RunStart) -> dict[str, Any]:
         "process": {"pid": os.getpid(), "host": socket.gethostname(), "user": user_name()},
         "command": secrets.masked_text(command),
         **described(start.raw, secrets.masked_overrides(start.overrides)),
+        "search_path": list(start.search_path),
         "tags": list(start.raw.get("tags") or ()),
         "topology": {**asdict(start.topology), "world_size": start.topology.world_size},
         "git": _git_state(),
@@ -246,6 +252,7 @@ _FACTS: Mapping[str, type] = {
     "results": dict,
     "modules": dict,
     "profile": dict,
+    "segments": list,
 }
 _REQUIRED = ("status", "started", "recipe", "job", "overrides")
 _GIT: Mapping[str, type] = {"revision": str, "diff": str}
@@ -464,6 +471,7 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
     for start in facts.get("earlier") or []:
         for name in ("started", "ended"):
             _check_kind(start, name, str)
+    check_segments(facts)
     for override in facts["overrides"]:
         if not isinstance(override, str):
             raise TypeError(f"{override!r} among its overrides, which isn't a text")

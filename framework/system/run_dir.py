@@ -26,6 +26,8 @@ _ATTEMPTS = 100
 _KINDS: Mapping[str, type] = {
     "earlier": list,
     "restarts": list,
+    "segments": list,
+    "abandoned": dict,
     "results": dict,
     "trackers": dict,
     "files": dict,

@@ -282,7 +282,7 @@ def test_logs_that_are_lost_never_end_training(train, place):
 
 def test_lists_skip_a_damaged_record_and_say_so(train, run, tmp_path, capfd, monkeypatch):
     whole = train(*STOPPED)
-    edit(run / "run.json", '"started": "2', '"started": "x')
+    edit(run / "run.json", '\n  "started": "2', '\n  "started": "x')
     monkeypatch.chdir(tmp_path)
     assert compose.main(["job=runs"]) == 0
     printed = capfd.readouterr()

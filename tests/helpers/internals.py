@@ -277,6 +277,7 @@ if TYPE_CHECKING:
     from framework.runs.report.curves import MAX_POINTS, Scale, chart, format_tick, thinned, ticks
     from framework.runs.report.curves import RIGHT as CHART_RIGHT
     from framework.runs.report.curves import color as run_color
+    from framework.runs.segments import checkpoint_before, segment_at
     from framework.strategies import ddp as ddp_module
     from framework.strategies.activation_checkpointing import apply_activation_checkpointing
     from framework.strategies.rules import StrategyRequest
