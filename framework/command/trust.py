@@ -13,7 +13,6 @@ import pwd
 import stat
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from framework.config.overrides import key_of
 from framework.config.saved import SavedRun, objects_of
 from framework.errors import ConfigError
 from framework.system.formatting import display_path
+from framework.system.private_folder import is_own_group
 
 # Where owners and permissions are the kernel's own. Network file systems and those of virtual machines may show
 # everybody's files as yours, or yours as somebody else's.
@@ -46,7 +46,6 @@ _LOCAL_FILE_SYSTEMS = frozenset(
         "zfs",
     }
 )
-_ACL = "system.posix_acl_access"
 _SHOWN = 20
 
 
@@ -110,7 +109,7 @@ def why_not_owned(place: Path, *, checks_writers: bool = True) -> str | None:
             return f"{display_path(file)} belongs to {_user_name(status.st_uid)}"
         if checks_writers and status.st_mode & stat.S_IWOTH:
             return f"everybody can write {display_path(file)}"
-        if checks_writers and status.st_mode & stat.S_IWGRP and not _is_own_group(file, status.st_gid):
+        if checks_writers and status.st_mode & stat.S_IWGRP and not is_own_group(file, status.st_gid):
             return f"the group {_group_name(status.st_gid)} can write {display_path(file)}"
     return None
 
@@ -138,27 +137,6 @@ def _is_local(place: Path) -> bool:
             kind = mount.fstype
             depth = parts
     return kind is None or kind in _LOCAL_FILE_SYSTEMS
-
-
-def _is_own_group(file: Path, gid: int) -> bool:
-    """Return True if a group has only you: Debian and Fedora give everybody one, and let it write all their files."""
-    # An ACL shows its mask as the group's rights.
-    return _has_only_me(gid) and _ACL not in os.listxattr(file)
-
-
-@cache
-def _has_only_me(gid: int) -> bool:
-    try:
-        me = pwd.getpwuid(os.geteuid())
-        group = grp.getgrgid(gid)
-    except KeyError:
-        # As in a container that knows no such user.
-        return False
-    # The name as well, since a directory service needn't list all who have the group.
-    if me.pw_gid != gid or group.gr_name != me.pw_name:
-        return False
-    others = [user for user in pwd.getpwall() if user.pw_gid == gid and user.pw_uid != me.pw_uid]
-    return not others and not set(group.gr_mem) - {me.pw_name}
 
 
 def _user_name(uid: int) -> str:

@@ -86,6 +86,14 @@ def _devices(topology: Topology, local_rank: int) -> tuple[torch.device, ...]:
     return tuple(torch.device(accelerator.type, index) for index in indices)
 
 
+def accelerator_name(device: torch.device) -> str:
+    """Return what its driver calls a device, as `NVIDIA H100 80GB HBM3`; empty for a CPU, or if it has no name."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_device_name"):
+        return ""
+    return str(module.get_device_name(device))
+
+
 def _backend(name: BackendName, *, device: torch.device, topology: Topology) -> str:
     if name == "auto":
         backend = _default_backend(device, topology)

@@ -22,6 +22,7 @@ from framework.distributed.collectives import SideChannel
 from framework.distributed.context import Context, make_context
 from framework.distributed.seed import set_deterministic
 from framework.engine.builders.strategy import build_strategy, check_callbacks_fit
+from framework.engine.compile_cache import compile_cache
 from framework.engine.limits import apply_fast_dev_run
 from framework.launch.base import launcher_class
 from framework.launch.plan import MonitorLink, RankArguments
@@ -98,7 +99,7 @@ def setup_rank(arguments: RankArguments, link: MonitorLink) -> Iterator[RankSetu
     with rank_log(run_dir.rank_log(context.rank), place=context.description):
         _set_up_process(config, context)
         strategy, plan = plan_training(config, context)
-        yield RankSetup(
+        setup = RankSetup(
             requested,
             config,
             context,
@@ -109,6 +110,8 @@ def setup_rank(arguments: RankArguments, link: MonitorLink) -> Iterator[RankSetu
             attempt=arguments.attempt,
             skips_test=arguments.skips_test,
         )
+        with compile_cache(config, context.device):
+            yield setup
 
 
 def _set_up_process(config: Config, context: Context) -> None:

@@ -15,6 +15,7 @@ from framework.config.schema import PathConfig
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError, RequestError
 from framework.system.formatting import display_path
+from framework.system.private_folder import user_cache
 from framework.system.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -153,8 +154,7 @@ def cache_folder(cache: str | None) -> Path:
     """Return the folder of the local sides of all URLs. cache: `path.cache`; null: in the user's folder of caches."""
     if cache is not None:
         return Path(cache).expanduser().absolute()
-    user_caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return user_caches.absolute() / "framework" / "outputs"
+    return user_cache() / "outputs"
 
 
 def check_protocol(url: str) -> None:

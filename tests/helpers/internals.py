@@ -164,6 +164,7 @@ if TYPE_CHECKING:
         num_parameters,
     )
     from framework.distributed.store import SECRET, RunStore, UnverifiedError, listen
+    from framework.engine import compile_cache as compile_cache_module
     from framework.engine import restore as restore_module
     from framework.engine import setup as rank_setup_module
     from framework.engine.builders.data import build_datasets
@@ -172,6 +173,7 @@ if TYPE_CHECKING:
     from framework.engine.builders.optimizer import build_optimizer
     from framework.engine.builders.schedule import build_scheduler
     from framework.engine.builders.strategy import build_strategy, check_callbacks_fit
+    from framework.engine.compile_cache import compile_cache_folder
     from framework.engine.data_checks import check_streams
     from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches
     from framework.engine.module_table import module_table

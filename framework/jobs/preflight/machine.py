@@ -16,7 +16,7 @@ import torch
 
 from framework.config.schema import Config
 from framework.distributed.collectives import barrier
-from framework.distributed.context import Context
+from framework.distributed.context import Context, accelerator_name
 from framework.jobs.preflight.peers import Peers
 from framework.system.files import free_bytes
 from framework.system.hardware import available_memory, cpu_count
@@ -112,10 +112,7 @@ def device_name(device: torch.device) -> str:
     """Return the name that people know; empty if an accelerator doesn't say it."""
     if device.type == "cpu":
         return _cpu_name()
-    module = torch.get_device_module(device)
-    if not hasattr(module, "get_device_name"):
-        return ""
-    return str(module.get_device_name(device))
+    return accelerator_name(device)
 
 
 def _cpu_name() -> str:

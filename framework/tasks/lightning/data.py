@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import socket
-import stat
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +20,7 @@ from framework.data.from_dataloader import combine
 from framework.distributed.context import Context
 from framework.distributed.seed import preserved_generators, seed_generators
 from framework.errors import DataError
+from framework.system.private_folder import private_folders, private_places
 from framework.system.rank_log import warn
 from framework.tasks.lightning.trainer import TrainerView, trainer_of
 from framework.types import Datasets
@@ -158,17 +156,11 @@ def _data_id(module: Any) -> str:
 
 def _lock_folder() -> Path:
     """Return a folder that only this user can write: in the cache, or if that can't be written, a temporary one."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    folders = (cache / "framework" / "locks", Path(tempfile.gettempdir(), f"framework_locks_{os.getuid()}"))
-    for folder in folders:
-        with suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = folder.lstat()
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            others_may_write = bool(status.st_mode & 0o022)
-            if is_own and not others_may_write and os.access(folder, os.W_OK):
-                return folder
-    raise DataError(
-        f"Neither {folders[0]} nor {folders[1]} is a folder that this user alone can write, for the lock of "
-        "prepare_data. Set XDG_CACHE_HOME to a folder of yours."
-    )
+    folder = next(private_folders("locks"), None)
+    if folder is None:
+        first, second = private_places("locks")
+        raise DataError(
+            f"Neither {first} nor {second} is a folder that this user alone can write, for the lock of "
+            "prepare_data. Set XDG_CACHE_HOME to a folder of yours."
+        )
+    return folder
