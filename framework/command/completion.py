@@ -24,7 +24,7 @@ _UNINSTALL = {
     "fish": "complete -e -c framework; complete -e -c python; complete -e -c python3",
 }
 # Keys whose values are runs.
-_OF_RUNS = ("resume", "rerun", "runs", "runs.paths", "checkpoint.path", "init_from", "sweep.worker")
+_OF_RUNS = ("resume", "rerun", "run", "runs", "runs.paths", "checkpoint.path", "init_from", "sweep.worker")
 _FLAGS = {
     "--help": (),
     "--version": (),

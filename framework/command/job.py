@@ -49,6 +49,8 @@ class Job:
     takes_weights: ClassVar[bool] = False
     # True: it needs `runs=[RUN,…]`, the runs that it reads.
     needs_runs: ClassVar[bool] = False
+    # True: it looks into the run of `run=RUN`, with the configuration in force at `step`.
+    takes_run: ClassVar[bool] = False
     # False: it is about one run, so it can't be part of a sweep (-m).
     sweepable: ClassVar[bool] = True
     # True: it makes training runs, which can be resumed and rerun, and lie directly in the recipe's folder.
@@ -205,6 +207,7 @@ def _mistakes(job: Job, config: Config) -> Iterator[str]:
     yield from _place_mistakes(config)
     yield from _weights_mistakes(job, config)
     yield from _start_mistakes(job, config)
+    yield from _run_mistakes(job, config)
     yield from _runs_mistakes(job, config)
     yield from job.mistakes(config)
     # Jobs on runs build nothing.
@@ -245,6 +248,15 @@ def _start_mistakes(job: Job, config: Config) -> Iterator[str]:
         yield "trainer.fast_dev_run can't go with resume: it writes no checkpoints. Use trainer.max_steps."
     if config.rerun is not None and not job.trains:
         yield f"rerun can't go with job={config.job}: it trains again. Leave one of them out."
+
+
+def _run_mistakes(job: Job, config: Config) -> Iterator[str]:
+    """Yield what is wrong with `run`, `step` and `rank`."""
+    for key in ("run", "step", "rank"):
+        value = getattr(config, key)
+        if value is not None and not job.takes_run:
+            names = [name for name in JOBS if load_job(name).takes_run]
+            yield f"{key}={value} is for job={', '.join(names)}. Leave it out."
 
 
 def _runs_mistakes(job: Job, config: Config) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Commands that start from a saved run, and the choice of that run: `resume=auto` is `find_auto_run`.
 
-`resume=RUN` continues it, `rerun=RUN` runs it again, and `checkpoint.path=CHECKPOINT` uses its weights. All use the
-saved configuration plus what is typed; defaults that changed since then have no effect.
+`resume=RUN` continues it, `rerun=RUN` runs it again, `checkpoint.path=CHECKPOINT` uses its weights, and `run=RUN` looks
+into it, with what was in force at `step`. All use the saved configuration plus what is typed; defaults that changed
+since then have no effect.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from framework.config.apply_typed import apply_typed
 from framework.config.find_run import is_run, newest_unfinished
 from framework.config.hydra_compose import value_of
 from framework.config.other_names import value_advice
-from framework.config.overrides import key_of, merge_overrides, resume_argument, search_path_override
+from framework.config.overrides import (
+    key_of,
+    merge_overrides,
+    path_argument,
+    resume_argument,
+    search_path_override,
+)
 from framework.config.renamed import present_overrides, removed_settings, without_removed
 from framework.config.saved import SavedRun, load_checkpoint, load_rerun, load_saved, objects_of
 from framework.config.schema import PathConfig
@@ -34,7 +41,9 @@ from framework.config.secrets import masked_override, missing_secrets
 from framework.config.values import show
 from framework.errors import ConfigError
 from framework.remote.place import RemotePlace, is_url, outputs_folder
+from framework.runs.find import named_place
 from framework.runs.record import user_name
+from framework.runs.segments import segment_at
 from framework.sweeps.find import is_sweep
 from framework.system.formatting import display_path
 from framework.system.run_dir import RunDir
@@ -43,7 +52,9 @@ from framework.system.shown_text import shown
 _RESUME = "resume"
 _RERUN = "rerun"
 _CHECKPOINT = "checkpoint.path"
-_KEYS = (_RESUME, _RERUN, _CHECKPOINT)
+_RUN = "run"
+_STEP = "step"
+_KEYS = (_RESUME, _RERUN, _CHECKPOINT, _RUN)
 _TRUST = "trust"
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 Change = Callable[[Mapping[str, Any], str], dict[str, Any]]
@@ -120,6 +131,7 @@ def find_base(
         swept: the overrides are for the jobs of a sweep.
     """
     typed = find_auto_run(typed, compose=compose)
+    typed = _with_path_of_run(typed, compose=compose)
     typed = RemoteRuns(partial(cache_of, typed, compose=compose)).with_local(typed, _KEYS)
     may_run_code = is_trusted(typed)
     found = saved_run(typed)
@@ -201,6 +213,16 @@ def _why_not_mine(run_dir: RunDir) -> str | None:
     return f"{user} has started it"
 
 
+def _with_path_of_run(typed: Sequence[str], *, compose: Compose) -> list[str]:
+    """Replace `run=NAME`, the name of a run in `path.outputs`, by its path."""
+    name = typed_path(typed, _RUN)
+    if name is None or is_url(name) or "/" in name:
+        return list(typed)
+    others = [text for text in typed if key_of(text) != _RUN]
+    outputs = _outputs_of(compose([text for text in others if not names_a_run(text)]))
+    return [*others, *shlex.split(path_argument(_RUN, named_place(name, outputs=outputs, key=_RUN)))]
+
+
 def saved_run(typed: Sequence[str]) -> SavedRun | None:
     """Return the run that is named, if any. Runs none of its code.
 
@@ -232,6 +254,8 @@ def saved_run(typed: Sequence[str]) -> SavedRun | None:
 def _load(key: str, path: str, typed: Sequence[str]) -> SavedRun:
     if key == _RERUN:
         return load_rerun(path, typed=typed)
+    if key == _RUN:
+        return _load_at_step(path, typed)
     if key == _CHECKPOINT:
         if is_sweep(Path(path)):
             raise ConfigError(f"{key}={path}: this is a sweep. Type -m too, to take the best checkpoint of each trial.")
@@ -244,6 +268,17 @@ def _load(key: str, path: str, typed: Sequence[str]) -> SavedRun:
         # Raises CheckpointError if it isn't complete.
         find(found.checkpoint)
     return found
+
+
+def _load_at_step(path: str, typed: Sequence[str]) -> SavedRun:
+    """Return the run with what was in force at `step`; without a step, as it was started last."""
+    found = load_rerun(path, typed=typed, key=_RUN)
+    steps = [value_of(text) for text in typed if key_of(text) == _STEP]
+    if not steps or type(steps[-1]) is not int or steps[-1] < 1:
+        # `parse` says what is wrong with another value.
+        return found
+    segment = segment_at(found.run_dir, steps[-1])
+    return replace(found, raw=segment.config, overrides=segment.overrides or found.overrides)
 
 
 def names_a_run(override: str) -> bool:
@@ -409,7 +444,8 @@ def _is_option(override: str, raw: Mapping[str, Any]) -> bool:
 def _check_names_no_run(composed: Mapping[str, Any]) -> None:
     """Raise ConfigError if a file sets a key that names a saved run."""
     checkpoint = composed.get("checkpoint") or {}
-    values = {_RESUME: composed.get("resume"), _RERUN: composed.get("rerun"), _CHECKPOINT: checkpoint.get("path")}
+    values = {key: composed.get(key) for key in (_RESUME, _RERUN, _RUN)}
+    values[_CHECKPOINT] = checkpoint.get("path")
     for key, value in values.items():
         if value is not None:
             raise ConfigError(f"{key}={value} is set in a file. Type it on the command line: {key}=RUN")
@@ -435,6 +471,9 @@ def started_from(found: SavedRun, raw: Mapping[str, Any]) -> dict[str, Any]:
         started["resume"] = str(found.checkpoint or found.run_dir.path)
     elif found.key == _RERUN:
         started["rerun"] = str(found.run_dir.path)
+    elif found.key == _RUN:
+        started["run"] = str(found.run_dir.path)
+        started["rerun"] = None
     else:
         # A checkpoint of what was trained needs the weights that the run began with.
         if not raw["checkpoint"].get("only_trained"):

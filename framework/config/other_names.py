@@ -94,7 +94,6 @@ ADVICE: dict[str, str] = {
     "num_processes": "Type topology.procs_per_node={value}, the processes of each machine.",
     "world_size": "Type topology.procs_per_node={value}, those of each machine, with topology.nnodes machines.",
     "local_rank": "Leave it out: the command starts its processes, or joins those that torchrun has started.",
-    "rank": "Leave it out: the command starts its processes, or joins those that torchrun has started.",
     "standalone": "Leave it out: a command without topology.nnodes is for one machine.",
     "rdzv_backend": "Leave it out. On several machines, type topology.rdzv_endpoint=HOST:PORT.",
     "rdzv_id": "Leave it out. On several machines, type topology.rdzv_endpoint=HOST:PORT.",

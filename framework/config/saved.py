@@ -50,7 +50,7 @@ __all__ = [
 class SavedRun:
     """The run that an override names, with absolute paths."""
 
-    # The key of that override: resume, rerun or checkpoint.path.
+    # The key of that override: resume, rerun, run or checkpoint.path.
     key: str
     run_dir: RunDir
     raw: Mapping[str, Any]
@@ -108,20 +108,22 @@ def load_saved(path: str | Path, *, typed: Sequence[str] = ()) -> SavedRun:
     return SavedRun("resume", run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=checkpoint)
 
 
-def load_rerun(path: str | Path, *, typed: Sequence[str] = ()) -> SavedRun:
+def load_rerun(path: str | Path, *, typed: Sequence[str] = (), key: str = "rerun") -> SavedRun:
     """Load the configuration of the training run that `path` is or lies in. Raises ConfigError if there is none.
 
-    typed: as in `load_saved`.
+    Args:
+        typed: as in `load_saved`.
+        key: the key that `path` was given as.
     """
-    run_dir = run_of(path, key="rerun")
+    run_dir = run_of(path, key=key)
     raw, overrides = load_unchanged(run_dir, typed=typed)
     if raw.get("job", "train") != "train":
         raise ConfigError(
-            f"rerun={path}: this is the directory of a job={raw['job']}. Only training runs can be rerun; type its "
+            f"{key}={path}: this is the directory of a job={raw['job']}. Only a training can be run again; type its "
             "command again, which is in its run.json."
         )
     raw = with_secrets(raw, run_dir)
-    return SavedRun("rerun", run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=None)
+    return SavedRun(key, run_dir=run_dir, raw=raw, overrides=tuple(overrides), checkpoint=None)
 
 
 def load_checkpoint(directory: Path) -> SavedRun:

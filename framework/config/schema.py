@@ -398,6 +398,18 @@ class ReportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """job=replay, of the `step` of a `run`."""
+
+    # How many steps are shown, `step` being the last.
+    steps: int = bounded(at_least=1, default=1)
+    # Name the forward operation whose backward gives NaN, with torch.autograd.detect_anomaly.
+    detect_anomaly: bool = False
+    # A .pt file that doesn't exist yet: batch, weights and generators of the step. null: none.
+    output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepConfig:
     """Several runs by one command (-m). It isn't part of the configuration that a trial saves."""
 
@@ -451,6 +463,10 @@ class Config:
     resume: str | None
     # The run directory whose configuration a new run uses.
     rerun: str | None = None
+    # The run that a job looks into, an optimizer step of it, counted from 1, and one of its ranks: for job=replay.
+    run: str | None = None
+    step: int | None = bounded(at_least=1, default=None)
+    rank: int | None = bounded(at_least=0, default=None)
     # Run the code of a saved run that isn't known to be the user's. It is always false in config.yaml.
     trust: bool = False
     # Where to take the weights from: a checkpoint, a file of weights, or a folder of transformers.
@@ -468,6 +484,7 @@ class Config:
     submit: SubmitConfig = SubmitConfig()
     runs: RunsConfig = field(default=RunsConfig(), metadata={"shorthand": "paths"})
     report: ReportConfig = ReportConfig()
+    replay: ReplayConfig = ReplayConfig()
     sweep: SweepConfig = SweepConfig()
     path: PathConfig
     model: Node

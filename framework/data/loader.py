@@ -202,7 +202,7 @@ class MapLoader:
         """True if a collate function of the user's makes the batches: it may drop samples."""
         self.dataset_epoch: int | None = None
         """The epoch that `set_epoch` of the dataset gets in an evaluation; None: the epoch that is loaded."""
-        self._dataset = dataset
+        self.dataset = dataset
         self._split = split
         self._rank = rank
         self._order = GlobalOrder(num_samples, seed, shuffle, sampler=sampler)
@@ -373,7 +373,7 @@ class MapLoader:
     def _warn_of(self, checked: CheckedSamples) -> None:
         if checked.difference is not None:
             warn(
-                f"The {self._split} dataset, a {_class_name(self._dataset)}, can't be repeated: {checked.difference} "
+                f"The {self._split} dataset, a {_class_name(self.dataset)}, can't be repeated: {checked.difference} "
                 "differs when it is loaded twice with the same random numbers. So a resumed run, or one with another "
                 "number of workers, trains on other numbers. Draw from the generators of Python, NumPy or torch, or "
                 "from one that is kept in an attribute"

@@ -51,15 +51,17 @@ def _continue_checkpoints(setup: RankSetup, trainer: Trainer, checkpoint: LastUn
     """Have the run's next checkpoints follow the one that was restored."""
     if trainer.checkpoints is not None:
         damaged_steps = []
-        for directory, _ in checkpoint.damaged:
-            step = step_of(directory.name)
+        for damaged, _ in checkpoint.damaged:
+            step = step_of(damaged.name)
             if step is not None:
                 damaged_steps.append(step)
         trainer.checkpoints.resume_from(trainer.progress.step, damaged=damaged_steps)
-    # A restart before the next checkpoint resumes here.
-    has_step = checkpoint.directory is not None and step_of(checkpoint.directory.name) is not None
-    if setup.context.is_main and has_step:
-        point(LocalStorage(setup.run_dir.checkpoints), LAST, step=trainer.progress.step)
+    # A restart before the next checkpoint resumes here, unless it is another run's.
+    own_folder = setup.run_dir.checkpoints.resolve()
+    directory = checkpoint.directory
+    is_own = directory is not None and directory.parent == own_folder and step_of(directory.name) is not None
+    if setup.context.is_main and is_own:
+        point(LocalStorage(own_folder), LAST, step=trainer.progress.step)
 
 
 def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:

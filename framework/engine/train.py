@@ -47,11 +47,16 @@ from framework.types import Datasets, described_hook, hooks
 
 
 def run_rank(
-    arguments: RankArguments, link: MonitorLink, *, before_training: Callable[[RankSetup], None] | None = None
+    arguments: RankArguments,
+    link: MonitorLink,
+    *,
+    before_training: Callable[[RankSetup], None] | None = None,
+    before_fit: Callable[[Trainer], None] | None = None,
 ) -> int | None:
     """Train on this rank as the run directory's `config.yaml` says. Return EXIT_STOPPED if stopped on request.
 
-    Wrong requests are refused before the process group is made; `before_training` is called right after that.
+    Wrong requests are refused before the process group is made; `before_training` is called right after that, and
+    `before_fit` with the trainer, once the checkpoint is restored.
     Raises FrameworkError for a wrong request, and whatever the user's code raises.
     """
     with setup_rank(arguments, link) as setup:
@@ -79,7 +84,7 @@ def run_rank(
                 setup.exchange.open()
             link.rank_status.set_phase(RankPhase.BUILDING)
             _show_status(setup, "Building the model …")
-            return _train(setup, datasets, train_loader, stack=stack)
+            return _train(setup, datasets, train_loader, before_fit=before_fit, stack=stack)
 
 
 def _show_status(setup: RankSetup, text: str) -> None:
@@ -87,7 +92,14 @@ def _show_status(setup: RankSetup, text: str) -> None:
         show_status(text)
 
 
-def _train(setup: RankSetup, datasets: Datasets, train_loader: TrainLoader, *, stack: ExitStack) -> int | None:
+def _train(
+    setup: RankSetup,
+    datasets: Datasets,
+    train_loader: TrainLoader,
+    *,
+    before_fit: Callable[[Trainer], None] | None,
+    stack: ExitStack,
+) -> int | None:
     """Assemble, restore, fit, test and close, inside the process group.
 
     From `fit` until `stack` is left, a signal to stop is only noted, so that it can't interrupt the closing.
@@ -121,6 +133,8 @@ def _train(setup: RankSetup, datasets: Datasets, train_loader: TrainLoader, *, s
         # Without checkpoints a stop signal just ends the process.
         if trainer.checkpoints is not None:
             stack.enter_context(stoppable(setup.link))
+        if before_fit is not None:
+            before_fit(trainer)
         started = time.perf_counter()
         trainer.fit()
         seconds = time.perf_counter() - started

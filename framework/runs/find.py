@@ -81,10 +81,10 @@ def _real(place: Path) -> str:
     return os.path.realpath(place)
 
 
-def named_place(text: str, *, outputs: Path) -> Path:
+def named_place(text: str, *, outputs: Path, key: str = "runs") -> Path:
     """Return the folder that a path or a name is of: that path, or the run or sweep of that name in `outputs`.
 
-    Raises ConfigError for a name that several have.
+    Raises ConfigError, which names `key`, for a name that several have.
     """
     path = Path(text).expanduser().absolute()
     if "/" in text or os.path.lexists(path):
@@ -92,7 +92,7 @@ def named_place(text: str, *, outputs: Path) -> Path:
     places = [folder / text for folder in _folders_in(outputs) if os.path.lexists(folder / text)]
     if len(places) > 1:
         shown = ", ".join(display_path(place) for place in places)
-        raise ConfigError(f"runs={text}: several have this name: {shown}. Type one of these paths.")
+        raise ConfigError(f"{key}={text}: several have this name: {shown}. Type one of these paths.")
     return places[0] if places else path
 
 

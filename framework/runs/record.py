@@ -128,8 +128,7 @@ def _start_facts(start: RunStart) -> dict[str, Any]:
         "search_path": list(start.search_path),
         "tags": list(start.raw.get("tags") or ()),
         "topology": {**asdict(start.topology), "world_size": start.topology.world_size},
-        "git": _git_state(),
-        "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
+        **code_and_versions(),
         "hardware": {
             "host": socket.gethostname(),
             "platform": platform.platform(),
@@ -140,6 +139,14 @@ def _start_facts(start: RunStart) -> dict[str, Any]:
     if start.raw.get("rerun") is not None:
         facts["rerun_of"] = start.raw["rerun"]
     return facts
+
+
+def code_and_versions() -> dict[str, Any]:
+    """Return the present git state and the versions of Python and packages, as run.json has them."""
+    return {
+        "git": _git_state(),
+        "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
+    }
 
 
 def described(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

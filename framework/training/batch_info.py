@@ -34,6 +34,8 @@ class BatchInfos:
         self._waiting = waiting
         # False in trials of job=tune, in which each rank makes steps by itself.
         self.exchanges = True
+        # If one rank's part of a step is repeated without the others: the position of its first sample.
+        self.alone_from: int | None = None
 
     def of(self, window: Window, *, index: int, step: int, epoch: int) -> BatchInfo:
         """Return the info of micro-batch `index` of a window."""
@@ -72,6 +74,8 @@ class BatchInfos:
 
     def _begin(self, window: Window) -> int:
         """Return how many samples of the window are before this rank's."""
+        if self.alone_from is not None:
+            return self.alone_from
         return sum(self._sizes(window)[: self._share.rank])
 
     def _gather(self, own: Tensor, *, window: Window, positions: Tensor, num_samples: int) -> Tensor:
@@ -96,6 +100,11 @@ class BatchInfos:
     def _check(self, own: Tensor, *, num_rows: int) -> None:
         """Raise ConfigError if the run can't gather, TargetError for a tensor without a row for each sample."""
         name = type(self._strategy).__name__
+        if self.alone_from is not None:
+            raise ConfigError(
+                "info.gather takes the samples of all processes, and here is only one of them.\n"
+                "Leave rank and launcher=in_process out."
+            )
         if self._plan.micro_batches > 1:
             raise ConfigError(
                 f"info.gather gathers the rows of a whole global batch, and each process computes its part in "

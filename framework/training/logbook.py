@@ -113,6 +113,8 @@ class Logbook:
         self._flops = flops
         self._usage = DeviceUsage(state.context)
         self._logged_hooks = hooks([state.task], "logged")
+        # False: a loss that isn't finite doesn't end training. For jobs that repeat the steps of a run.
+        self.refuses_bad_losses = True
         self.slow_ranks = SlowRanks(rank=state.context.rank, world_size=state.context.world_size)
         self.throughput = Throughput()
         # Of the last step. The schedule has moved on when they are logged.
@@ -160,6 +162,8 @@ class Logbook:
 
     def check_losses(self, means: Mapping[str, float]) -> None:
         """Raise RunError if a loss was NaN or infinite since the last log. Every rank must call it."""
+        if not self.refuses_bad_losses:
+            return
         for name, mean in means.items():
             if is_loss(name) and not math.isfinite(mean):
                 step = self._state.meter.first_nonfinite_step(self._context)

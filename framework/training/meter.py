@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, final
 
@@ -120,6 +120,8 @@ class Meter:
         self._counts: defaultdict[str, Series] = defaultdict(Series)
         # Names that all ranks have, known after the first reduction.
         self._agreed: list[str] | None = None
+        # Called with each batch's output and the name of its objective, for jobs that look inside of steps.
+        self.listeners: list[Callable[[StepOutput, str], None]] = []
 
     def add(self, output: StepOutput, *, step: int = 0, objective: str = "") -> None:
         """Add one batch: its loss is a mean and counts by `output.weight`, else `num_samples`; metrics are sums.
@@ -130,6 +132,8 @@ class Meter:
         self._add_loss(prefix + LOSS, output.loss.detach(), weight_of(output), step=step)
         for name, (total, count) in output.metrics.items():
             self._add_metric(prefix + name, total, count, step=step)
+        for listen in self.listeners:
+            listen(output, objective)
 
     def _add_loss(self, name: str, loss: Tensor, weight: float | Tensor, *, step: int) -> None:
         # With a weight of 0, the loss is the mean over nothing, which is NaN and doesn't count.

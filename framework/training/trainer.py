@@ -55,6 +55,7 @@ from framework.training.stop_control import steps_to_meeting
 from framework.training.task_steps import TaskSteps
 from framework.training.train_state import TrainState
 from framework.types import (
+    BatchInfo,
     EpochInfo,
     EvalInfo,
     FitInfo,
@@ -68,6 +69,9 @@ from framework.types import (
     Window,
     hooks,
 )
+
+MakeStep = Callable[[Window], Tensor]
+"""As `Trainer.train_step`."""
 
 
 class _Hooks(NamedTuple):
@@ -188,6 +192,8 @@ class Trainer:
         self._flops = FlopRate(peak_of_run(state.context, settings.precision), is_wanted=is_counted)
         self.logbook = Logbook(state, settings, timer=self._timer, flops=self._flops)
 
+        # What `fit` calls to make a step; see `wrap_steps`.
+        self._make_step: MakeStep = self.train_step
         # What makes the whole step, if the trainer doesn't: the strategy, a task with a `run_step`, or the optimizer.
         self._run_whole_step: Callable[[Window], Tensor] | None = None
         self._task_steps: TaskSteps | None = None
@@ -238,7 +244,7 @@ class Trainer:
         for window in self._windows():
             # Of this step: `progress` goes on to the next epoch after the last step of one.
             epoch = progress.epoch
-            loss = self.train_step(window)
+            loss = self._make_step(window)
 
             self.logbook.throughput.samples += window.global_count
             progress.advance(
@@ -815,6 +821,24 @@ class Trainer:
         """
         loader = self.train_loader
         return start_of(asdict(self.progress), steps=loader.steps, plan=loader.plan)
+
+    # For jobs that look inside of steps, as job=replay
+
+    def wrap_steps(self, wrap: Callable[[MakeStep], MakeStep]) -> None:
+        """Have `fit` call what `wrap` returns for each step: a function that calls the one it got with the window."""
+        self._make_step = wrap(self._make_step)
+
+    def batch_info(self, window: Window, *, index: int) -> BatchInfo:
+        """Return what a task learns of a micro-batch of the next step. index: in the window, from 0."""
+        return self._batch_infos.of(window, index=index, step=self.progress.step, epoch=self.progress.epoch)
+
+    def repeat_alone(self, *, first_position: int) -> None:
+        """Make a rank's part of a step without the other ranks.
+
+        first_position: of its samples, in the global batch.
+        """
+        self.weight_own_samples()
+        self._batch_infos.alone_from = first_position
 
     # For steps outside of `fit`, as job=tune makes them
 

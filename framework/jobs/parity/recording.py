@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves
 
 from framework.distributed.context import Context
 from framework.distributed.seed import fingerprint
 from framework.distributed.sharded import full_tensor, local_tensor
 from framework.system.run_dir import RunDir
+from framework.training.module_watch import ModuleWatch, Passed
 from framework.types import FitInfo, StepInfo, Stop
 
 # In `moments`. A normalised tensor has the first moment and the second of any other.
@@ -126,8 +126,6 @@ class Recording:
         # Of this step.
         self._events: list[Event] = []
         self._gradients: dict[str, Tensor] = {}
-        # Modules whose forward is running.
-        self._open: list[str] = []
 
     def on_fit_start(self, info: FitInfo) -> None:
         torch.backends.cudnn.allow_tf32 = False
@@ -140,10 +138,8 @@ class Recording:
             move_weights(model, by=moved_by)
         self._trace = Trace(_sketches(model.named_parameters()), type(model).__name__, floor, dropouts, steps=[])
         self._drawn = fingerprint(self._devices)
-        # Hooks are functions, not bound methods: a copy of the model copies its hooks and what they are bound to.
         info.optimizer.register_step_pre_hook(lambda *_: self._record_gradients())
-        for name, module in model.named_modules():
-            self._watch(name, module)
+        ModuleWatch(model, self._record).start()
 
     def on_train_step_end(self, info: StepInfo) -> Stop | None:
         sizes = [micro.num_samples for micro in info.indices]
@@ -173,32 +169,13 @@ class Recording:
                 gradients.append((name, parameter.grad))
         self._gradients = _sketches(gradients)
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        """Record every forward of the module."""
-
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._record("input", name, module, (args, kwargs))
-            self._open.append(name)
-
-        def leave(module: nn.Module, _: Any, output: Any) -> None:
-            self._open.pop()
-            self._record("output", name, module, output)
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave, always_call=True)
-
-    def _record(self, kind: str, name: str, module: nn.Module, tree: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
-        if not tensors or not self._model.training:
-            return
+    def _record(self, passed: Passed) -> None:
         drawn_before = self._drawn
         self._drawn = fingerprint(self._devices)
         drew = self._drawn != drawn_before
-        inside = None
-        if self._open:
-            inside = self._open[-1]
-        for tensor in tensors:
-            self._events.append(Event(kind, name, type(module).__name__, inside, drew, moments(tensor)))
+        for tensor in passed.tensors:
+            event = Event(passed.kind, passed.module, passed.type, passed.inside, drew, moments(tensor))
+            self._events.append(event)
 
 
 def step_events(recorded: Sequence[Event], sizes: Sequence[int]) -> list[Event]:

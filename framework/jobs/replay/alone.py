@@ -1,0 +1,73 @@
+"""Make one rank's part of a step alone, in the command's process, where a debugger may stop it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from framework.distributed.seed import restore_generator_states
+from framework.errors import ConfigError
+from framework.training.trainer import MakeStep, Trainer
+from framework.types import Callback, FitInfo, MicroBatch, MicroIndices, Window, hooks
+
+
+@final
+class Alone(Callback):
+    """Makes the step of a StepFile in place of the training's own first step. Comes after the Recorder."""
+
+    def __init__(self, file: str) -> None:
+        self._content: dict[str, Any] = torch.load(Path(file), map_location="cpu", weights_only=False)
+        if self._content["exchanges"]:
+            raise ConfigError(
+                "The forward of this model exchanges values with other processes, so one process can't make it alone."
+                "\nLeave rank and launcher=in_process out."
+            )
+
+    def observe_trainer(self, trainer: Trainer) -> None:
+        content = self._content
+        self._trainer = trainer
+        model = trainer.state.bare_model
+        model.load_state_dict(content["model"])
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in content["trained"])
+        for load in hooks([trainer.state.task], "load_state_dict"):
+            if content["task"]:
+                load(content["task"])
+        trainer.progress.step = content["step"] - 1
+        trainer.progress.epoch = content["epoch"]
+        trainer.repeat_alone(first_position=content["first_position"])
+        trainer.wrap_steps(lambda make_step: partial(self._step, make_step))
+
+    def on_fit_start(self, info: FitInfo) -> None:
+        # A callback needs a hook, and this one works through `observe_trainer`.
+        pass
+
+    def _step(self, make_step: MakeStep, _: Window) -> Tensor:
+        saved = self._content["micro_batches"]
+        indices = []
+        for micro, of_micro in zip(saved, self._content["indices"], strict=True):
+            indices.append(MicroIndices(of_micro, micro["num_samples"]))
+        window = Window(
+            micro_batches=self._micro_batches(),
+            num_micro_batches=len(saved),
+            global_count=max(1, sum(micro["num_samples"] for micro in saved)),
+            epoch_end=False,
+            indices=tuple(indices),
+        )
+        return make_step(window)
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        context = self._trainer.context
+
+        def moved(value: Any) -> Any:
+            return value.to(context.device) if isinstance(value, Tensor) else value
+
+        for micro in self._content["micro_batches"]:
+            restore_generator_states(micro["generators"], devices=context.devices)
+            yield MicroBatch(tree_map(moved, micro["batch"]), micro["num_samples"])
