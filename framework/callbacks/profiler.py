@@ -169,12 +169,11 @@ class TorchProfiler(Callback):
         num_steps = len(self._recorded_steps)
         profiled_s = steps_seconds(marks, window) / num_steps
         (clock,) = (event for event in events if event.name == _CLOCK_EVENT)
-        shares = time_shares(
-            events, marks, window, offset_s=window.begin_s - clock.time_range.start * 1e-6, on_gpu=on_gpu
-        )
+        offset_s = window.begin_s - clock.time_range.start * 1e-6
+        shares = time_shares(events, marks, window, offset_s=offset_s, on_gpu=on_gpu)
 
         operators = []
-        for operator in top_operators(events, on_gpu=on_gpu):
+        for operator in top_operators(events, marks, window, offset_s=offset_s, on_gpu=on_gpu):
             share = operator.seconds / num_steps / profiled_s
             operators.append({**operator._asdict(), "share": share})
         return {

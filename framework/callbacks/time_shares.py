@@ -12,11 +12,13 @@ the time in which it has nothing to do while its process waits for a batch.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import EventList, FunctionEvent
+from torch.autograd.profiler_util import FunctionEvent
 
 PARTS = ("compute", "copies", "exchange", "data", "idle")
 """The names of the shares."""
@@ -71,16 +73,10 @@ def time_shares(
             end_s = event.time_range.end * 1e-6 + offset_s
             spans[part].append(Span(begin_s, end_s))
 
-    outside = []
-    ends = [mark.begin_s for mark in marks[1:]] + [window.end_s]
-    for mark, end_s in zip(marks, ends, strict=True):
-        span = Span(mark.begin_s, end_s)
-        if mark.name == "data":
-            spans["data"].append(span)
-        elif mark.name == "waiting" and not on_gpu:
-            spans["exchange"].append(span)
-        elif mark.name == "outside":
-            outside.append(span)
+    spans["data"] += _spans_of("data", marks, window)
+    if not on_gpu:
+        spans["exchange"] += _spans_of("waiting", marks, window)
+    outside = _spans_of("outside", marks, window)
 
     remaining = _without([window], _union(outside))
     total_s = _length(remaining)
@@ -98,26 +94,46 @@ def time_shares(
 
 def steps_seconds(marks: Sequence[PhaseMark], window: Span) -> float:
     """Return the time of the window without what lies outside of steps."""
-    ends = [mark.begin_s for mark in marks[1:]] + [window.end_s]
-    outside_s = 0.0
-    for mark, end_s in zip(marks, ends, strict=True):
-        if mark.name == "outside":
-            outside_s += end_s - mark.begin_s
-    return window.end_s - window.begin_s - outside_s
+    return _length([window]) - _length(_spans_of("outside", marks, window))
 
 
-def top_operators(events: EventList, *, on_gpu: bool) -> list[TopOperator]:
-    """Return the operators that took most time, the first one most: that of their kernels on a GPU."""
-    operators = []
-    for average in events.key_averages():
-        is_range = average.is_user_annotation or _EXCHANGE.match(average.key) is not None
-        if is_range or average.device_type != DeviceType.CPU:
+def top_operators(
+    events: Iterable[FunctionEvent], marks: Sequence[PhaseMark], window: Span, *, offset_s: float, on_gpu: bool
+) -> list[TopOperator]:
+    """Return the operators that took most time, the first one most: that of their kernels on a GPU.
+
+    The arguments are those of `time_shares`.
+    """
+    outside = _union(_spans_of("outside", marks, window))
+    begins_s = [span.begin_s for span in outside]
+    calls: Counter[str] = Counter()
+    microseconds: Counter[str] = Counter()
+    for event in events:
+        is_range = event.is_user_annotation or _EXCHANGE.match(event.name) is not None
+        if is_range or event.device_type != DeviceType.CPU:
             continue
-        microseconds = average.self_device_time_total if on_gpu else average.self_cpu_time_total
-        if microseconds > 0:
-            operators.append(TopOperator(average.key, average.count, microseconds * 1e-6))
-    operators.sort(key=lambda operator: -operator.seconds)
-    return operators[:MAX_OPERATORS]
+        began_s = event.time_range.start * 1e-6 + offset_s
+        place = bisect_right(begins_s, began_s) - 1
+        is_outside = place >= 0 and began_s < outside[place].end_s
+        if is_outside or not window.begin_s <= began_s < window.end_s:
+            continue
+        calls[event.name] += 1
+        microseconds[event.name] += event.self_device_time_total if on_gpu else event.self_cpu_time_total
+    operators = []
+    for name, number in microseconds.most_common(MAX_OPERATORS):
+        if number > 0:
+            operators.append(TopOperator(name, calls[name], number * 1e-6))
+    return operators
+
+
+def _spans_of(name: str, marks: Sequence[PhaseMark], window: Span) -> list[Span]:
+    """Return when the part of that name was under way. The last part ends with the window."""
+    ends = [mark.begin_s for mark in marks[1:]] + [window.end_s]
+    spans = []
+    for mark, end_s in zip(marks, ends, strict=True):
+        if mark.name == name:
+            spans.append(Span(mark.begin_s, end_s))
+    return spans
 
 
 def _part_of(event: Any, *, on_gpu: bool) -> str | None:
