@@ -14,12 +14,15 @@ The answer is printed, and written to replay.json with these keys:
     steps          for each step that is shown:
                    step, epoch
                    micro_batches   of each rank: rank, micro_batch, indices of the samples, names (null: the data set
-                                   has none), outputs: objective, loss, num_samples, metrics
-                   modules         in the order of the forward (null: the model is compiled): name, type, and for
-                                   activations and gradients absmax, count, zeros, inf, nan; over all ranks
+                                   has none), picture (its name in `pictures`; null: they aren't images), and
+                                   outputs: objective, loss, num_samples, metrics
+                   inputs          of the model: absmax, count, zeros, inf, nan; over all ranks
+                   modules         in the order of the forward (null: the model is compiled): name, type, and the same
+                                   for activations and gradients
                    weights         name, norm, gradient_norm (over all ranks, before clipping), update_norm
                    anomaly         with replay.detect_anomaly, what gives NaN in the backward
     file           with replay.output, the file of the step
+    pictures       the folder of the pictures, if there are any
     alone          with rank and launcher=in_process, what that rank's part of the step gave without the others: `rank`,
                    `equal` (the same losses), and the keys of a step
 
@@ -46,6 +49,7 @@ from framework.jobs.replay.merging import merged, metric_names
 from framework.jobs.replay.page import render
 from framework.jobs.replay.training import (
     IN_PROCESS,
+    PICTURES,
     STEP_FILE,
     ReplayTraining,
     Start,
@@ -118,6 +122,9 @@ class Replay(Job):
             with atomic_output(output, key="replay.output") as path:
                 shutil.copyfile(trained.path / "replay" / "step.pt", path)
             content["file"] = display_path(output)
+        if (trained.path / PICTURES).exists():
+            (trained.path / PICTURES).rename(folder / "pictures")
+            content["pictures"] = display_path(folder / "pictures")
         if is_alone:
             assert config.rank is not None
             print(shown(f"Rank {config.rank}'s part of step {step:,}, in this process:"), flush=True)
@@ -247,6 +254,7 @@ def _answer(
         "check": _check(request, record, segment, trained, steps, until=until, repeated=until - start.step),
         "steps": steps,
         "file": None,
+        "pictures": None,
         "alone": None,
     }
 

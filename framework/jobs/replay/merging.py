@@ -22,6 +22,7 @@ def merged(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "step": of_step[0]["step"],
                 "epoch": of_step[0]["epoch"],
                 "micro_batches": micro_batches,
+                "inputs": _summed(step["inputs"] for step in of_step),
                 "modules": _modules([step["modules"] for step in of_step]),
                 "weights": _weights(step["weights"] for step in of_step),
                 "anomaly": anomalies[0] if anomalies else None,
@@ -55,6 +56,13 @@ def _modules(of_ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[dic
             for part in ("activations", "gradients"):
                 modules[name][part] = _sum_of(modules[name][part], module[part])
     return list(modules.values())
+
+
+def _summed(of_ranks: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    total = None
+    for of_rank in of_ranks:
+        total = _sum_of(total, of_rank)
+    return total
 
 
 def _sum_of(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -23,6 +23,8 @@ def render(content: Mapping[str, Any], *, rank: int | None) -> str:
         if step["anomaly"] is not None:
             lines += ["", step["anomaly"]]
     lines += ["", *_check(content)]
+    if content["pictures"] is not None:
+        lines.append(f"Pictures of the samples: {content['pictures']}")
     alone = content["alone"]
     if alone is not None:
         how = "the same" if alone["equal"] else "other"
@@ -38,7 +40,8 @@ def _losses(step: Mapping[str, Any], *, rank: int | None) -> str:
     names: dict[str, None] = {}
     rows = []
     for micro in step["micro_batches"]:
-        if rank is not None and micro["rank"] != rank:
+        # Those of a rank that has no output, as the first ones of a pipeline, are another's, too.
+        if not micro["outputs"] or (rank is not None and micro["rank"] != rank):
             continue
         values: dict[str, Any] = {}
         for output in micro["outputs"]:
@@ -72,6 +75,8 @@ def _layers(step: Mapping[str, Any]) -> str:
     rows: list[Sequence[str]] = [
         ("layer", "output", "0/inf/NaN", "its gradient", "0/inf/NaN", "weights' gradient", "update/weight")
     ]
+    if step["inputs"] is not None:
+        rows.append(("the model's input", *_values(step["inputs"])))
     for module in step["modules"] or ():
         label = module["name"] or "the model"
         own = weights.pop(module["name"], None)

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from framework.distributed.context import Context
 from framework.distributed.sharded import full_tensor
+from framework.jobs.replay.pictures import save_picture
 from framework.jobs.replay.sample_names import sample_names
 from framework.jobs.replay.step_file import StepFile
-from framework.jobs.replay.training import STEP_FILE
+from framework.jobs.replay.training import PICTURES, STEP_FILE
 from framework.system.run_dir import RunDir, write_object
 from framework.training.module_watch import ModuleWatch, Passed
 from framework.training.trainer import MakeStep, Trainer
@@ -115,7 +116,8 @@ class Recorder(Callback):
                 {
                     "step": number,
                     "epoch": self._trainer.progress.epoch,
-                    "micro_batches": self._micro_batches(window, outputs),
+                    "micro_batches": self._micro_batches(number, taken, window, outputs),
+                    "inputs": modules.inputs.plain(),
                     "modules": modules.plain() if is_watched else None,
                     "weights": self._weights(before),
                     "anomaly": anomaly,
@@ -146,7 +148,9 @@ class Recorder(Callback):
         }
         write_object(file, record)
 
-    def _micro_batches(self, window: Window, outputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _micro_batches(
+        self, step: int, taken: Sequence[MicroBatch], window: Window, outputs: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
         """Return the samples of each micro-batch, and what each objective computed from them."""
         dataset = getattr(self._trainer.train_loader, "dataset", None)
         # Stand-ins give no output. With several objectives, each has one for every other micro-batch.
@@ -157,7 +161,14 @@ class Recorder(Callback):
             own = []
             if number in filled:
                 own = list(outputs[filled.index(number) :: len(filled)])
-            micro_batches.append({"indices": indices, "names": sample_names(dataset, indices), "outputs": own})
+            names = sample_names(dataset, indices)
+            picture = None
+            if indices and number < len(taken):
+                picture = f"step_{step}_rank_{self._context.rank}_{number}.png"
+                file = self._run_dir.path / PICTURES / picture
+                if not save_picture(taken[number].batch, file, captions=names or list(map(str, indices))):
+                    picture = None
+            micro_batches.append({"indices": indices, "names": names, "picture": picture, "outputs": own})
         return micro_batches
 
     def _weights(self, before: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -215,11 +226,16 @@ class _Modules:
     """What passes through modules, forward and backward, over all micro-batches of a step."""
 
     def __init__(self) -> None:
+        # What the model is given.
+        self.inputs = Values()
         self._types: dict[str, str] = {}
         self._activations: dict[str, Values] = {}
         self._gradients: dict[str, Values] = {}
 
     def see(self, passed: Passed) -> None:
+        if passed.kind == "input" and passed.inside is None:
+            for tensor in passed.tensors:
+                self.inputs.add(tensor)
         if passed.kind != "output":
             return
         self._types[passed.module] = passed.type

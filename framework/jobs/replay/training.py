@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # In the directory of the training: what a rank had at the beginning of a step.
 STEP_FILE = "replay/step.pt"
+# Its folder of the samples' pictures.
+PICTURES = "replay/pictures"
 _MINUTE_S = 60.0
 _LOCAL = "framework.launch.local.LocalLauncher"
 IN_PROCESS = "framework.launch.in_process.InProcessLauncher"
