@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from framework.remote.fetch import RemoteError
 
 _RESUME = "resume"
+_RUN = "run"
 _CHECKPOINT = "checkpoint.path"
 
 
@@ -106,7 +107,7 @@ class RemoteRuns:
             run_at, inside = run
             if key == _CHECKPOINT:
                 return fetch_checkpoint(run_at, inside)
-            if key != _RESUME:
+            if key not in (_RESUME, _RUN):
                 fetch_configuration(run_at)
                 return run_at.local
             fetch_run(run_at)

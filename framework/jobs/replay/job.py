@@ -24,7 +24,7 @@ The answer is printed, and written to replay.json with these keys:
     file           with replay.output, the file of the step
     pictures       the folder of the pictures, if there are any
     alone          with rank and launcher=in_process, what that rank's part of the step gave without the others: `rank`,
-                   `equal` (the same losses), and the keys of a step
+                   `equal` (the same losses; null: the step failed before), and the keys of a step
 
 Numbers that JSON doesn't have are the texts "nan", "inf" and "-inf".
 
@@ -216,7 +216,8 @@ def _compared_alone(content: Mapping[str, Any], alone: Sequence[Mapping[str, Any
         weight["update_norm"] = None
     before = [micro["outputs"] for micro in content["steps"][-1]["micro_batches"] if micro["rank"] == rank]
     now = [micro["outputs"] for micro in step["micro_batches"]]
-    return {"rank": rank, "equal": now == before, **step}
+    is_known = any(before)
+    return {"rank": rank, "equal": now == before if is_known else None, **step}
 
 
 def _records_of_ranks(trained: RunDir) -> list[dict[str, Any]]:
@@ -248,7 +249,7 @@ def _answer(
         "checkpoint": None if start.checkpoint is None else start.checkpoint.name,
         "from_step": start.step,
         "repeated": until - start.step,
-        "processes": len(ranks),
+        "processes": facts["topology"]["world_size"],
         "devices": [rank["device"] for rank in ranks],
         "changes": changes,
         "check": _check(request, record, segment, trained, steps, until=until, repeated=until - start.step),

@@ -17,7 +17,9 @@ def render(content: Mapping[str, Any], *, rank: int | None) -> str:
     for step in content["steps"]:
         lines += ["", f"Step {step['step']:,} (epoch {step['epoch']})", ""]
         lines.append(_losses(step, rank=rank))
-        lines += ["", _layers(step)]
+        layers = _layers(step)
+        if layers:
+            lines += ["", layers]
         if step["modules"] is None:
             lines += ["", "The model is compiled, so what passes through its modules isn't recorded."]
         if step["anomaly"] is not None:
@@ -27,8 +29,8 @@ def render(content: Mapping[str, Any], *, rank: int | None) -> str:
         lines.append(f"Pictures of the samples: {content['pictures']}")
     alone = content["alone"]
     if alone is not None:
-        how = "the same" if alone["equal"] else "other"
-        lines += ["", f"Alone, rank {alone['rank']} gives {how} losses, and these gradients of its own:", ""]
+        losses = {True: "the same losses", False: "other losses", None: "a loss"}[alone["equal"]]
+        lines += ["", f"Alone, rank {alone['rank']} gives {losses}, and these gradients of its own:", ""]
         lines.append(_layers(alone))
     if content["file"] is not None:
         lines.append(f"Batch, weights and generators of the step: {content['file']}")
@@ -39,9 +41,11 @@ def _losses(step: Mapping[str, Any], *, rank: int | None) -> str:
     """Return the table of the micro-batches: losses, metrics, samples."""
     names: dict[str, None] = {}
     rows = []
+    # In a pipeline, the first ranks have the same samples as the last one, and no output.
+    with_output = [micro["indices"] for micro in step["micro_batches"] if micro["outputs"]]
     for micro in step["micro_batches"]:
-        # Those of a rank that has no output, as the first ones of a pipeline, are another's, too.
-        if not micro["outputs"] or (rank is not None and micro["rank"] != rank):
+        is_shown_already = not micro["outputs"] and micro["indices"] in with_output
+        if is_shown_already or (rank is not None and micro["rank"] != rank):
             continue
         values: dict[str, Any] = {}
         for output in micro["outputs"]:
@@ -70,7 +74,10 @@ def _samples(micro: Mapping[str, Any]) -> str:
 
 
 def _layers(step: Mapping[str, Any]) -> str:
-    """Return the table of the layers, in the order of the forward, then of parameters in no such layer."""
+    """Return the table of the layers, in the order of the forward, then of parameters in no such layer.
+
+    It is empty if the step failed before its forward.
+    """
     weights = _weights_by_layer(step["weights"])
     rows: list[Sequence[str]] = [
         ("layer", "output", "0/inf/NaN", "its gradient", "0/inf/NaN", "weights' gradient", "update/weight")
@@ -84,6 +91,8 @@ def _layers(step: Mapping[str, Any]) -> str:
         rows.append((*cells, *_of_weights(own)))
     for name, own in weights.items():
         rows.append((name or "the model", "", "", "", "", *_of_weights(own)))
+    if len(rows) == 1:
+        return ""
     if len(rows) > _SHOWN_ROWS:
         left_out = len(rows) - _SHOWN_ROWS
         rows = [*rows[:_SHOWN_ROWS], (f"… {format_count(left_out, 'more layer')} in replay.json",)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from framework.engine.train import run_rank
@@ -12,6 +13,9 @@ from framework.types import Callback, FitInfo, hooks
 
 def replay_rank(arguments: RankArguments, link: MonitorLink) -> int | None:
     """Train, and give the trainer to each callback with a method `observe_trainer`."""
+    if link.is_watched:
+        # `breakpoint()` is for the rank that is in the command's process: the others have no terminal.
+        os.environ["PYTHONBREAKPOINT"] = "0"
     return run_rank(arguments, link, before_fit=_introduce)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from framework.distributed.context import Context
-from framework.distributed.sharded import full_tensor
+from framework.distributed.sharded import full_tensor, is_model_sharded
 from framework.jobs.replay.pictures import save_picture
 from framework.jobs.replay.sample_names import sample_names
 from framework.jobs.replay.step_file import StepFile
@@ -58,7 +58,7 @@ class Recorder(Callback):
         self._first = first
         self._last = last
         self._detect_anomaly = detect_anomaly
-        self._saves = saved_rank == context.rank
+        self._saved_rank = saved_rank
         self._steps: list[dict[str, Any]] = []
         # The gradients' norms by parameter, in the step that is recorded; None outside of such steps.
         self._norms: dict[str, float] | None = None
@@ -74,7 +74,7 @@ class Recorder(Callback):
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None and id(parameter) in trained:
-                self._norms[name] = float(torch.linalg.vector_norm(full_tensor(parameter.grad)))
+                self._norms[name] = _norm(parameter.grad)
 
     def _step(self, make_step: MakeStep, window: Window) -> Tensor:
         """Make a step, and record it if it is one of those."""
@@ -82,60 +82,90 @@ class Recorder(Callback):
         if not self._first <= number <= self._last:
             return make_step(window)
 
-        file = None
-        if self._saves and number == self._last:
-            file = StepFile(self._trainer, window)
+        file = self._step_file(number, window)
         taken: list[MicroBatch] = []
-        window = window._replace(micro_batches=_noting(window.micro_batches, taken, file))
         outputs: list[dict[str, Any]] = []
         modules = _Modules()
-        watch = ModuleWatch(self._model, modules.see)
+        before = {name: weight.detach().clone() for name, weight in self._model.named_parameters()}
+        weights: list[dict[str, Any]] = []
+        anomaly: list[str] = []
+        self._norms = {}
+        window = window._replace(micro_batches=_noting(window.micro_batches, taken, file))
+        try:
+            with self._outputs_noted(outputs), self._modules_watched(modules), self._anomalies_noted(anomaly):
+                loss = make_step(window)
+            weights = self._weights(before)
+        finally:
+            # What is known of a step that has failed is written, too.
+            record = {
+                "step": number,
+                "epoch": self._trainer.progress.epoch,
+                "micro_batches": self._micro_batches(number, taken, window, outputs),
+                "inputs": modules.inputs.plain(),
+                "modules": modules.plain() if self._is_watched else None,
+                "weights": weights,
+                "anomaly": "\n".join(anomaly) or None,
+            }
+            self._steps.append(record)
+            self._norms = None
+            if number == self._last or not weights:
+                self._write()
+            if file is not None and self._saved_rank == self._context.rank:
+                # So that it can be made in a debugger.
+                losses = [output["loss"] for output in outputs]
+                file.save(self._run_dir.path / STEP_FILE, losses=losses)
+        return loss
+
+    def _step_file(self, number: int, window: Window) -> StepFile | None:
+        """Return the file to fill, if this step's is to be saved."""
+        if self._saved_rank is None or number != self._last:
+            return None
+        # What is sharded is gathered, in which every rank takes part.
+        if self._saved_rank == self._context.rank or is_model_sharded(self._model):
+            return StepFile(self._trainer, window)
+        return None
+
+    @property
+    def _is_watched(self) -> bool:
         # Hooks in a compiled model would change how it is compiled, hence its numbers.
-        is_watched = self._trainer.settings.compile is None
-        before = {name: full_tensor(weight).detach().clone() for name, weight in self._model.named_parameters()}
-        listeners = self._trainer.state.meter.listeners
+        return self._trainer.settings.compile is None
+
+    @contextmanager
+    def _outputs_noted(self, outputs: list[dict[str, Any]]) -> Iterator[None]:
+        """Note what the task computes from each micro-batch."""
 
         def note(output: StepOutput, objective: str) -> None:
             outputs.append(_output(output, objective))
 
-        self._norms = {}
+        listeners = self._trainer.state.meter.listeners
         listeners.append(note)
-        if is_watched:
-            watch.start()
-        anomaly = None
         try:
-            with warnings.catch_warnings(record=True) as caught, self._anomaly_mode():
-                loss = make_step(window)
-        except RuntimeError as error:
-            anomaly = "\n".join([str(error), *(str(warning.message) for warning in caught)])
-            raise
+            yield
+        finally:
+            listeners.remove(note)
+
+    @contextmanager
+    def _modules_watched(self, modules: _Modules) -> Iterator[None]:
+        watch = ModuleWatch(self._model, modules.see)
+        if self._is_watched:
+            watch.start()
+        try:
+            yield
         finally:
             watch.stop()
-            listeners.remove(note)
-            self._steps.append(
-                {
-                    "step": number,
-                    "epoch": self._trainer.progress.epoch,
-                    "micro_batches": self._micro_batches(number, taken, window, outputs),
-                    "inputs": modules.inputs.plain(),
-                    "modules": modules.plain() if is_watched else None,
-                    "weights": self._weights(before),
-                    "anomaly": anomaly,
-                }
-            )
-            self._norms = None
-            if number == self._last or anomaly is not None:
-                self._write()
-            if file is not None:
-                # If the step has failed, it can be repeated in a debugger.
-                losses = [entry["loss"] for entry in outputs]
-                file.save(self._run_dir.path / STEP_FILE, losses=losses)
-        return loss
 
-    def _anomaly_mode(self) -> AbstractContextManager[Any]:
-        if self._detect_anomaly:
-            return torch.autograd.detect_anomaly(check_nan=True)
-        return nullcontext()
+    @contextmanager
+    def _anomalies_noted(self, anomaly: list[str]) -> Iterator[None]:
+        """With `detect_anomaly`, note the operation whose backward gives NaN, and where its forward was called."""
+        if not self._detect_anomaly:
+            yield
+            return
+        with warnings.catch_warnings(record=True) as caught, torch.autograd.detect_anomaly(check_nan=True):
+            try:
+                yield
+            except RuntimeError as error:
+                anomaly += [str(error), *(str(warning.message) for warning in caught)]
+                raise
 
     def _write(self) -> None:
         file = record_file(self._run_dir.path, rank=self._context.rank)
@@ -176,15 +206,12 @@ class Recorder(Callback):
         weights = []
         norms = self._norms or {}
         for name, parameter in self._model.named_parameters():
-            weight = full_tensor(parameter).detach()
-            size = float(torch.linalg.vector_norm(before[name]))
-            update = float(torch.linalg.vector_norm(weight - before[name]))
             weights.append(
                 {
                     "name": name,
-                    "norm": plain(size),
+                    "norm": plain(_norm(before[name])),
                     "gradient_norm": plain(norms.get(name)),
-                    "update_norm": plain(update),
+                    "update_norm": plain(_norm(parameter.detach() - before[name])),
                 }
             )
         return weights
@@ -199,6 +226,11 @@ def _noting(
         if file is not None:
             file.add(micro)
         yield micro
+
+
+def _norm(tensor: Tensor) -> float:
+    """Return the 2-norm, also of a tensor that is sharded. Every rank must call it."""
+    return float(full_tensor(torch.linalg.vector_norm(tensor)))
 
 
 def _output(output: StepOutput, objective: str) -> dict[str, Any]:
@@ -274,11 +306,13 @@ class Values:
         values = full_tensor(tensor.detach())
         if not (values.is_floating_point() or values.is_complex()) or not values.numel():
             return
-        sizes = values.abs().double()
+        sizes = values.abs()
         is_nan = sizes.isnan()
         counts = [(sizes == 0).sum(), sizes.isinf().sum(), is_nan.sum()]
-        largest = sizes.masked_fill(is_nan, 0).max()
-        self._rows.append(torch.stack([largest, *(count.double() for count in counts)]))
+        largest = sizes.masked_fill_(is_nan, 0).max()
+        # MPS has no double precision.
+        dtype = torch.float32 if values.device.type == "mps" else torch.float64
+        self._rows.append(torch.stack([number.to(dtype) for number in (largest, *counts)]))
         self._count += values.numel()
 
     def plain(self) -> dict[str, Any] | None:
