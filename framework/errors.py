@@ -56,6 +56,10 @@ class RunError(FrameworkError):
     """A correct request failed while it ran."""
 
 
+class NotFiniteError(RunError):
+    """A loss or weight is NaN or infinite."""
+
+
 class PreflightError(RunError):
     """A check before training failed. Nothing was trained."""
 

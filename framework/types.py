@@ -334,6 +334,21 @@ class StepInfo(NamedTuple):
     epoch_end: bool = False
 
 
+class MicroBatchInfo(NamedTuple):
+    """What callbacks learn before the forward of a micro-batch."""
+
+    # As the task gets it.
+    batch: Batch
+    # Counted from 0, in this rank's part of the global batch.
+    number: int
+    # 0: a stand-in, whose loss has weight 0.
+    num_samples: int
+    # The dataset's index of each sample, int64; of a stream, its position. None if that is unknown.
+    indices: Tensor | None
+    # The name of the task's objective; empty if it has a single loss.
+    objective: str = ""
+
+
 class EpochInfo(NamedTuple):
     """Where training is between two steps."""
 
@@ -560,6 +575,12 @@ class Callback:
         """
         return None
 
+    def on_micro_batch_start(self, info: MicroBatchInfo) -> None:
+        """Called before the forward of each micro-batch, again for each loss of a task. Not under strategy=pipeline."""
+
+    def on_micro_batch_output(self, output: StepOutput) -> None:
+        """Called with what the task has computed from that micro-batch: usually before its backward."""
+
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called with the gradients averaged over ranks and unscaled, before they are clipped."""
 
@@ -578,6 +599,13 @@ class Callback:
     def on_validation_end(self, info: EvalInfo) -> Stop | Log | None:
         """Called after a validation, with its metrics over all ranks."""
         return None
+
+    def on_nonfinite(self) -> str:
+        """Called before training fails because a loss or weight isn't finite. What it returns is added to the error.
+
+        Called on every rank, whichever has the loss or weight.
+        """
+        return ""
 
     def on_fit_end(self) -> None:
         """Called after the last step, once its checkpoint is written."""
@@ -690,6 +718,12 @@ class StepTools(Protocol):
     def forward(self, micro: MicroBatch, *, window: Window, index: int) -> StepOutput:
         """Return what the task's `training_step` computes from a micro-batch. index: in its window, from 0."""
         ...
+
+    def before_micro_batch(self, batch: Batch, micro: MicroBatch, *, window: Window, index: int) -> None:
+        """Call the hooks of callbacks that `forward` calls first, for a task that doesn't use it."""
+
+    def after_output(self, output: StepOutput) -> None:
+        """Call the hooks of callbacks that `forward` calls last."""
 
     def weighted(self, output: StepOutput, micro: MicroBatch, *, window: Window) -> Tensor:
         """Return the loss, multiplied by what makes a mean over ranks that of the global batch."""

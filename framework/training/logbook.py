@@ -161,7 +161,7 @@ class Logbook:
         return Reduction(reduced.means, figures.from_flat(reduced.extra))
 
     def check_losses(self, means: Mapping[str, float]) -> None:
-        """Raise RunError if a loss was NaN or infinite since the last log. Every rank must call it."""
+        """Raise NotFiniteError if a loss was NaN or infinite since the last log. Every rank must call it."""
         if not self.refuses_bad_losses:
             return
         for name, mean in means.items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from framework.distributed.collectives import any_over_ranks, gather_to_all, sum_over_ranks
 from framework.distributed.context import Context
 from framework.distributed.sharded import total_norm
-from framework.errors import RunError
+from framework.errors import NotFiniteError, RunError
 from framework.training.loss_weights import weight_of
 from framework.types import StepOutput, SumCount
 
@@ -252,7 +252,7 @@ def _first(steps: Iterable[int | None]) -> int | None:
 
 
 def check_finite(parameters: Sequence[nn.Parameter], meter: Meter, *, step: int, epoch: int, context: Context) -> None:
-    """Raise RunError if a loss since the last log, or a weight, is NaN or infinite on any rank.
+    """Raise NotFiniteError if a loss since the last log, or a weight, is NaN or infinite on any rank.
 
     Every rank must call it; waits for the device.
     """
@@ -264,17 +264,17 @@ def check_finite(parameters: Sequence[nn.Parameter], meter: Meter, *, step: int,
         raise bad_weights(step=step)
 
 
-def bad_loss(value: object, *, step: int | None, epoch: int) -> RunError:
+def bad_loss(value: object, *, step: int | None, epoch: int) -> NotFiniteError:
     """Return the error for a loss that is `value` since `step`."""
-    return RunError(
+    return NotFiniteError(
         f"The training loss is {value} since step {step} (epoch {epoch}).\n"
         "Nothing was saved after it. Lower optimizer.lr, set trainer.gradient_clip_val, or look at that batch."
     )
 
 
-def bad_weights(*, step: int) -> RunError:
+def bad_weights(*, step: int) -> NotFiniteError:
     """Return the error for weights that are NaN or infinite after `step`."""
-    return RunError(
+    return NotFiniteError(
         f"The weights are no longer finite after step {step}, though the loss was.\n"
         "Nothing was saved since. Lower optimizer.lr, set trainer.gradient_clip_val, or look at the gradients."
     )

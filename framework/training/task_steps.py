@@ -18,7 +18,7 @@ from framework.training.logbook import Logbook
 from framework.training.loss_weights import LossWeights
 from framework.training.step_times import StepTimer
 from framework.training.train_state import TrainState
-from framework.types import MicroBatch, NumberFormats, StepOutput, Window
+from framework.types import Batch, MicroBatch, NumberFormats, StepOutput, Window
 
 
 @final
@@ -27,7 +27,7 @@ class TaskSteps:
 
     Args:
         compute: returns what the task's `training_step` computes from a micro-batch.
-        before_optimizer_step: calls the hooks of that name.
+        before_optimizer_step, before_micro_batch, after_output: call the hooks of callbacks.
         isolate: returns the context in which a stand-in leaves nothing but gradients.
         num_shares: parts that a global batch is split into.
         counts: this rank's outputs are logged.
@@ -43,6 +43,8 @@ class TaskSteps:
         weights: LossWeights,
         compute: Callable[..., StepOutput],
         before_optimizer_step: Callable[[Optimizer], None],
+        before_micro_batch: Callable[..., None],
+        after_output: Callable[[StepOutput], None],
         isolate: Callable[[MicroBatch], AbstractContextManager[Any]],
         num_shares: int,
         counts: bool,
@@ -55,6 +57,8 @@ class TaskSteps:
         self._logbook = logbook
         self._compute = compute
         self._before_optimizer_step = before_optimizer_step
+        self._before_micro_batch = before_micro_batch
+        self._after_output = after_output
         self._isolate = isolate
         self._num_shares = num_shares
         self._counts = counts
@@ -88,6 +92,12 @@ class TaskSteps:
     def forward(self, micro: MicroBatch, *, window: Window, index: int) -> StepOutput:
         self.mark(RankPhase.FORWARD)
         return self._compute(micro, window=window, index=index)
+
+    def before_micro_batch(self, batch: Batch, micro: MicroBatch, *, window: Window, index: int) -> None:
+        self._before_micro_batch(batch, micro, window=window, index=index)
+
+    def after_output(self, output: StepOutput) -> None:
+        self._after_output(output)
 
     def weighted(self, output: StepOutput, micro: MicroBatch, *, window: Window) -> Tensor:
         is_only = window.num_micro_batches == 1

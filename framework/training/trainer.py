@@ -18,7 +18,7 @@ import copy
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from inspect import signature
@@ -32,7 +32,7 @@ from framework.config.schema import CUDA_GRAPH_MODES, TrainerConfig
 from framework.data.loader import EvalLoader
 from framework.data.source import SourceLoader
 from framework.distributed.collectives import any_over_ranks, gather_to_all
-from framework.errors import ConfigError, DiskError
+from framework.errors import ConfigError, DiskError, NotFiniteError
 from framework.launch.plan import MonitorLink
 from framework.monitoring.rank_status import RankPhase
 from framework.optim.clipping import clip_gradients
@@ -55,12 +55,14 @@ from framework.training.stop_control import steps_to_meeting
 from framework.training.task_steps import TaskSteps
 from framework.training.train_state import TrainState
 from framework.types import (
+    Batch,
     BatchInfo,
     EpochInfo,
     EvalInfo,
     FitInfo,
     Log,
     MicroBatch,
+    MicroBatchInfo,
     Objective,
     StepInfo,
     StepOutput,
@@ -78,6 +80,8 @@ class _Hooks(NamedTuple):
     """The hooks that callbacks, the task and loggers define, of those that are called in every step or epoch."""
 
     epoch_start: Sequence[Callable[[EpochInfo], Stop | Log | None]] = ()
+    micro_batch_start: Sequence[Callable[[MicroBatchInfo], None]] = ()
+    micro_batch_output: Sequence[Callable[[StepOutput], None]] = ()
     before_optimizer_step: Sequence[Callable[[Any], None]] = ()
     step_end: Sequence[Callable[[StepInfo], Stop | Log | None]] = ()
     epoch_end: Sequence[Callable[[EpochInfo], Stop | Log | None]] = ()
@@ -224,6 +228,8 @@ class Trainer:
             weights=self._loss_weights,
             compute=partial(self._forward, objective=self._only_objective[0]),
             before_optimizer_step=self._call_before_optimizer_step,
+            before_micro_batch=partial(self._call_before_micro_batch, objective=self._only_objective[0]),
+            after_output=self._call_after_output,
             isolate=self._isolate_stand_in,
             num_shares=self._num_shares,
             counts=self._counts_outputs,
@@ -413,6 +419,8 @@ class Trainer:
             state.slots.begin_micro_batch(window, index)
         with state.precision.autocast():
             batch = state.precision.convert_batch(micro.batch)
+            if self._hooks.micro_batch_start:
+                self._call_before_micro_batch(batch, micro, objective=objective, window=window, index=index)
             if self._flops.is_pending and self.logbook.is_due(self.progress.step + 1):
                 output = self._flops.record(objective.step, state.model, batch, **keywords)
             else:
@@ -427,7 +435,22 @@ class Trainer:
             self.logbook.keep_media(output.media, objective=objective.name)
         if self._overwrites_outputs:
             output = copied(output)
+        self._call_after_output(output)
         return output
+
+    def _call_before_micro_batch(
+        self, batch: Batch, micro: MicroBatch, *, objective: Objective, window: Window, index: int
+    ) -> None:
+        indices = None
+        if window.indices:
+            indices = window.indices[index].indices
+        info = MicroBatchInfo(batch, index, micro.num_samples, indices, objective.name)
+        for hook in self._hooks.micro_batch_start:
+            hook(info)
+
+    def _call_after_output(self, output: StepOutput) -> None:
+        for hook in self._hooks.micro_batch_output:
+            hook(output)
 
     def _repeat_window(self, window: Window, *, begin: Callable[[MicroBatch], bool]) -> None:
         """Compute a window of the last epoch again, as a training step does, with the bare model.
@@ -548,7 +571,7 @@ class Trainer:
     def log(self) -> None:
         """Reduce over ranks what the last steps computed, and log it; stop if a callback asks for it.
 
-        Every rank must call it; waits for the device. Raises RunError when a loss was NaN or infinite.
+        Every rank must call it; waits for the device. Raises NotFiniteError when a loss was NaN or infinite.
         """
         state = self.state
         self._timer.leave_step(RankPhase.LOGGING)
@@ -567,7 +590,8 @@ class Trainer:
             self._update_trainable()
             self._timer.leave_step(RankPhase.LOGGING)
         self._timed_save_is_due = reduction.actions.save
-        self.logbook.check_losses(reduction.means)
+        with self._explained():
+            self.logbook.check_losses(reduction.means)
         state.meter.clear()
         self.stop.agree(reduction.actions.stop)
         self.logbook.write(reduction)
@@ -659,7 +683,8 @@ class Trainer:
         if any_over_ranks(state.trainable.has_changed(), self.context):
             self._update_trainable()
             self._timer.leave_step(RankPhase.CHECKPOINT)
-        check_finite(state.trainable.parameters, state.meter, step=step, epoch=epoch, context=self.context)
+        with self._explained():
+            check_finite(state.trainable.parameters, state.meter, step=step, epoch=epoch, context=self.context)
 
         began = time.perf_counter()
         self.logbook.flush()
@@ -668,6 +693,15 @@ class Trainer:
         self._saved_step = step
         self._timed_save_is_due = False
         self.logbook.throughput.leave_out(since=began)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Add what callbacks know of the cause to the error of a loss or weight that isn't finite."""
+        try:
+            yield
+        except NotFiniteError as error:
+            causes = [hook() for hook in hooks(self.state.observers, "on_nonfinite")]
+            raise NotFiniteError("\n".join([str(error), *filter(None, causes)])) from None
 
     def _stop_on_request(self) -> None:
         """Stop for a signal, if this is the step after which all ranks stop. Does nothing if training ends here anyway.
@@ -691,6 +725,8 @@ class Trainer:
         observers = self.state.observers
         self._hooks = _Hooks(
             epoch_start=hooks(observers, "on_train_epoch_start"),
+            micro_batch_start=hooks(observers, "on_micro_batch_start"),
+            micro_batch_output=hooks(observers, "on_micro_batch_output"),
             before_optimizer_step=hooks(observers, "on_before_optimizer_step"),
             step_end=hooks(observers, "on_train_step_end") + hooks(self.state.loggers.values(), "on_train_step_end"),
             epoch_end=hooks(observers, "on_train_epoch_end"),

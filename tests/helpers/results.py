@@ -61,6 +61,12 @@ def results(run_dir: Path) -> dict[str, Any]:
     return content
 
 
+def failure(run_dir: Path) -> dict[str, Any]:
+    """Return the first failure in failure.json: its rank, step, cause."""
+    content: dict[str, Any] = json.loads((run_dir / "failure.json").read_text())["first"]
+    return content
+
+
 def metrics(run_dir: Path) -> dict[str, float]:
     """Return the metrics of an evaluation, or those of a training's last validation and its test."""
     found = results(run_dir)

@@ -221,14 +221,18 @@ class ManualSteps:
             broadcast(list(module.buffers()))
 
         with tools.isolated(micro):
-            task.begin_train_batch(tools.formats.convert_batch(micro.batch))
+            batch = tools.formats.convert_batch(micro.batch)
+            task.begin_train_batch(batch)
+            tools.before_micro_batch(batch, micro, window=window, index=0)
             tools.mark(RankPhase.FORWARD)
             with tools.formats.autocast():
                 output = task.compute(module)
             loss = self._logged_loss(output)
             returned = output.get("loss") if isinstance(output, Mapping) else output
             task.note_outputs(output, returned)
-        tools.note(StepOutput(loss, task.num_samples), micro)
+        step_output = StepOutput(loss, task.num_samples)
+        tools.after_output(step_output)
+        tools.note(step_output, micro)
         if self._broadcasts_buffers and window.first_rank is not None:
             broadcast(list(module.buffers()), source=window.first_rank)
         tools.mark(RankPhase.DATA)

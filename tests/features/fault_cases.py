@@ -1,0 +1,139 @@
+"""Faults that end a training in NaN: callbacks, datasets, a model that mixes samples, a LightningModule."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+from framework import Callback, Datasets, FitInfo, StepInfo
+from recipes.toy import toy_regression
+
+
+class Fault(Callback):
+    """A fault in one step, on one rank unless `rank` is None.
+
+    kind: `layer` multiplies what the layer returns, `activation` sets one value of it for the sample in row 3,
+    `gradient` the gradient of its weight, `backward` that of what it returns; `learning_rate` stays.
+    """
+
+    def __init__(
+        self, kind: str, step: int = 7, layer: str = "net2", rank: int | None = None, value: float = float("nan")
+    ) -> None:
+        self.kind = kind
+        self.step = step
+        self.layer = layer
+        self.value = value
+        self.is_here = rank is None or os.environ.get("RANK", "0") == str(rank)
+        self.step_now = 0
+
+    def on_fit_start(self, info: FitInfo) -> None:
+        self.step_now = info.start_step + 1
+        layer: Any = info.model.get_submodule(self.layer)
+        layer.register_forward_hook(self._forward)
+        layer.weight.register_hook(self._gradient)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.kind == "learning_rate" and self.step_now >= self.step:
+            for group in optimizer.param_groups:
+                group["lr"] = 1e10
+
+    def on_train_step_end(self, info: StepInfo) -> None:
+        self.step_now = info.step + 1
+
+    def _is_due(self, kind: str) -> bool:
+        return self.is_here and self.kind == kind and self.step_now == self.step
+
+    def _forward(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if not layer.training or not torch.is_grad_enabled():
+            return None
+        if self._is_due("layer"):
+            return output * 1e38 * 1e38
+        if self._is_due("activation"):
+            output = output.clone()
+            output[3, 0] = self.value
+            return output
+        if self._is_due("backward"):
+            # Its value is 0, the gradient of the root infinite.
+            return output + (output * 0.0).abs().sqrt()
+        return None
+
+    def _gradient(self, gradient: Tensor) -> Tensor | None:
+        if self._is_due("gradient"):
+            return gradient * float("nan")
+        return None
+
+
+def poisoned(index: int, value: float = float("nan"), target: bool = False, **settings: Any) -> Datasets:
+    """Return the toy recipe's data with one wrong value, in the input or target of a training sample."""
+    data = toy_regression(**settings)
+    inputs, targets = data.train.tensors
+    tensor = targets if target else inputs
+    tensor[index, 1] = value
+    return data
+
+
+class Normed(nn.Module):
+    """A network whose BatchNorm mixes the samples of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(10, 10)
+        self.norm = nn.BatchNorm1d(10)
+        self.net2 = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net2(torch.relu(self.norm(self.net1(x))))
+        return out
+
+
+class Masked(nn.Module):
+    """A network with infinite values in every step, which change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(10, 10)
+        self.mask = nn.Identity()
+        self.net2 = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net1(x)
+        masked = self.mask(hidden.masked_fill(hidden < 0, float("-inf")))
+        out: Tensor = self.net2(masked.softmax(dim=1))
+        return out
+
+
+class Lit(pl.LightningModule):
+    """A LightningModule that may make its optimizer's steps itself."""
+
+    def __init__(self, automatic: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = mse_loss(self.second(self.first(x).tanh()), y)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def rootless() -> Datasets:
+    """Return the data of Lit: the target of sample 50 is NaN."""
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    y = x[:, :1].abs()
+    y[50] = float("nan")
+    return Datasets(TensorDataset(x, y))
