@@ -231,6 +231,26 @@ class MicroIndices(NamedTuple):
     num_samples: int
 
 
+class Span(NamedTuple):
+    """Samples at the positions [begin, end) of the epoch's order."""
+
+    begin: int
+    end: int
+
+
+class Passed(NamedTuple):
+    """The global batches that a loader has passed over around a window, since their steps are skipped."""
+
+    # Right before the window.
+    dropped: tuple[Span, ...] = ()
+    # Right before it, too: these are trained at the end of the epoch.
+    deferred: tuple[Span, ...] = ()
+    # The window itself was deferred.
+    is_late: bool = False
+    # Between the epoch's last window and the end.
+    after: tuple[Span, ...] = ()
+
+
 class Window(NamedTuple):
     """What one rank contributes to one optimizer step: its micro-batches of one global batch."""
 
@@ -246,6 +266,8 @@ class Window(NamedTuple):
     first_rank: int | None = None
     # Samples that each rank has; None: `framework.data.batching.share` splits them.
     sizes: Sequence[int] | None = None
+    # What is passed over around it; None: nothing.
+    passed: Passed | None = None
 
 
 class DataShare(NamedTuple):

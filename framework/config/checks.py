@@ -146,6 +146,9 @@ def _data(config: Config) -> Iterator[str]:
             f"data.num_workers={data.num_workers} can't go with data.loader=resident, which has nothing to load. "
             "Set data.num_workers=auto, or data.loader=dataloader."
         )
+    twice = sorted({*data.skip_steps} & {*data.defer_steps})
+    if twice:
+        yield f"data.skip_steps and data.defer_steps both have {', '.join(map(str, twice))}. Leave each in one of them."
     yield from _folds(data)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from framework.config.keys import Key, find_key, keys_of, named_keys
 from framework.config.other_names import value_advice
-from framework.config.schema import Config, Texts
+from framework.config.schema import Config, Steps, Texts
 from framework.config.suggest import did_you_mean, instead_of, nearest
 from framework.config.values import show
 
@@ -42,6 +42,8 @@ def wrong_value_hint(key: Key, value: Any, *, dotted: str) -> str:
     if isinstance(value, str) and key.read_text(value) != value:
         return " Here it is a text: write it without quotes."
     if Texts in key.kinds and isinstance(value, str) and value.strip():
+        return f" Write {dotted}=[{value}]."
+    if Steps in key.kinds and type(value) is int and value >= 1:
         return f" Write {dotted}=[{value}]."
     if int in key.kinds and type(value) is float and value.is_integer():
         return f" Write {dotted}={int(value)}."

@@ -21,7 +21,7 @@ from framework.config.jobs import JOBS
 from framework.config.keys import Key, keys_of
 from framework.config.nested import walk
 from framework.config.optimizers import OWN_KEYS
-from framework.config.schema import Config, Duration, FunctionName, JobName, Node, Texts
+from framework.config.schema import Config, Duration, FunctionName, JobName, Node, Steps, Texts
 from framework.config.targets import NODE_KEYS
 from framework.config.yaml_files import load_yaml
 from framework.errors import TargetError
@@ -171,6 +171,7 @@ def _kinds() -> Mapping[Any, dict[str, Any]]:
         str: {"type": "string"},
         Duration: _DURATION,
         Texts: {"type": "array", "items": {"type": "string"}},
+        Steps: {"type": "array", "items": {"type": "integer", "minimum": 1}},
         Node: node,
         FunctionName: {"type": "string"},
         JobName: {"anyOf": [{"enum": list(JOBS)}, {"type": "string", "pattern": r"\."}]},

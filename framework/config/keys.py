@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from framework.config.jobs import JOBS
 from framework.config.nested import walk
-from framework.config.schema import Config, Duration, FunctionName, JobName, Node, Texts
+from framework.config.schema import Config, Duration, FunctionName, JobName, Node, Steps, Texts
 from framework.config.values import WRONG, convert, number_or_bool
 
 
@@ -76,6 +76,7 @@ class Key:
             str: "text",
             Duration: "a time such as 90s, 30m, 2h or 1d, or a number of seconds; above 0 and at most 365d",
             Texts: "a list of strings such as [one,two]",
+            Steps: "a list of steps such as [120,121], counted from 1",
             Node: "a mapping with `_target_`",
             dict[str, Any]: "a mapping",
             FunctionName: "the dotted name of a function",

@@ -3,7 +3,7 @@
 Hydra composes the YAML in `conf/`, and `framework.config.parse` turns it into these; nothing else reads a `DictConfig`.
 A user's own part (`_target_` and keywords) is a `Node`; `framework.config.instantiate` builds it.
 
-Types that the parser knows: `bool int float str`, `X | None`, `Literal`, `Duration`, `Texts`, `Node`,
+Types that the parser knows: `bool int float str`, `X | None`, `Literal`, `Duration`, `Texts`, `Steps`, `Node`,
 `dict[str, Node]`, `dict[str, str]`, dataclasses. `None` is written `null`, and also `auto` where `auto()` is used. A
 bound is inclusive unless `above`.
 
@@ -21,6 +21,9 @@ Duration = NewType("Duration", float)
 
 Texts = NewType("Texts", tuple[str, ...])
 """Written as a list of strings."""
+
+Steps = NewType("Steps", tuple[int, ...])
+"""Written as a list of optimizer steps, which are counted from 1."""
 
 Node = Mapping[str, Any]
 """A mapping with `_target_`: a callable to import, called with the other keys as keywords."""
@@ -102,6 +105,10 @@ class DataConfig:
     stream: Literal["shared", "join", "stop"] = "shared"
     # Draw a new order of the training samples in every epoch.
     shuffle: bool
+    # Steps whose samples are left out, each by the number that it would have if none was skipped.
+    skip_steps: Steps = Steps(())
+    # Steps whose samples are trained at the end of their epoch.
+    defer_steps: Steps = Steps(())
     # The folder of the data set's files. null: it has none.
     root: str | None
     # Addresses to download missing files from. null: the data set's own.

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Literal, get_args, get_origin
 
 from framework.config.jobs import JOBS
-from framework.config.schema import Duration, FunctionName, JobName, Texts
+from framework.config.schema import Duration, FunctionName, JobName, Steps, Texts
 
 WRONG: Any = object()
 """Stands for a value that isn't of the type that it must be of."""
@@ -30,6 +30,11 @@ def convert(value: Any, kind: Any) -> Any:
     if kind is Texts:
         if isinstance(value, list) and all(_is_text(text) for text in value):
             return Texts(tuple(value))
+        return WRONG
+    if kind is Steps:
+        # By exact type: to Python, True is an int.
+        if isinstance(value, list) and all(type(step) is int and step >= 1 for step in value):
+            return Steps(tuple(value))
         return WRONG
     if kind == dict[str, str]:
         if isinstance(value, Mapping) and all(isinstance(text, str) for text in (*value, *value.values())):

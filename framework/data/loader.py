@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import tee
 from typing import Any, final
 
 import torch
+from torch import Tensor
 from torch.utils.data import Subset
 
 from framework.config.schema import LoaderKind
@@ -24,6 +26,7 @@ from framework.data.resident import ResidentBatches, decode
 from framework.data.sample_check import NUM_SAMPLES, CheckedSamples, CheckKey
 from framework.data.set_epoch import EpochListeners
 from framework.data.sketch import sketch_rows
+from framework.data.skipping import NO_SKIPS, EpochSkips, end_without_step, parts, parts_of_positions
 from framework.data.source import SourceLoader
 from framework.data.stream import StreamLoader
 from framework.data.tensor_samples import TensorSamples, as_tensor_samples
@@ -33,7 +36,7 @@ from framework.errors import DataError
 from framework.system.formatting import format_bytes
 from framework.system.hardware import available_memory, threads_per_process
 from framework.system.rank_log import warn
-from framework.types import Batch, Collate, MapDataset, MicroBatch, Order, Sampler, Waiting, Window
+from framework.types import Batch, Collate, MapDataset, MicroBatch, Order, Sampler, Span, Waiting, Window
 
 MAX_WORKERS = 8
 DEVICE_SHARE = 0.25
@@ -268,7 +271,9 @@ class MapLoader:
         known = [None if transform.changes(i) else tensor for i, tensor in enumerate(samples.tensors)]
         return samples.pack(known)
 
-    def epoch(self, epoch: int, start: int = 0, *, limit: int | None = None) -> Iterator[Window]:
+    def epoch(
+        self, epoch: int, start: int = 0, *, limit: int | None = None, skips: EpochSkips = NO_SKIPS
+    ) -> Iterator[Window]:
         """Yield the windows of `epoch` from sample `start` of its order on; samples before it are not loaded.
 
         Take all micro-batches of a window before the next window, and end one epoch before another is begun.
@@ -277,6 +282,7 @@ class MapLoader:
 
         Args:
             limit: global batches of the epoch at most; None: the loader's own limit.
+            skips: what to pass over; samples that are left out are not loaded.
         """
         if limit is None:
             limit = self.steps.of(epoch)
@@ -287,12 +293,35 @@ class MapLoader:
         self._sampler_listeners.set_epoch(dataset_epoch)
 
         if self.lists is not None:
-            yield from self._listed(self.lists, epoch, start=start, limit=limit, dataset_epoch=dataset_epoch)
+            yield from self._listed(
+                self.lists, epoch, start=start, limit=limit, dataset_epoch=dataset_epoch, skips=skips
+            )
             return
-        positions = epoch_positions(self.sizes.of(epoch), self._plan, start=start, limit=limit)
+        positions = epoch_positions(
+            self.sizes.of(epoch), self._plan, start=start, limit=limit, may_be_over=bool(skips.late)
+        )
         order = self._order.indices(epoch, batch_size=self._plan.global_batch_size)
         self._whole_order = order
-        self._check_once(order, positions)
+        if not skips:
+            self._check_once(order, positions)
+            yield from self._in_order(order, positions, epoch=epoch, dataset_epoch=dataset_epoch)
+            return
+        for part in parts_of_positions(positions, self.global_batch_size, skips):
+            begin, end = part.positions
+            if begin == end:
+                self._check_order(order)
+                yield end_without_step(part.passed)
+                return
+            self._check_once(order, slice(begin, end))
+            yield from part.marked(self._in_order(order, slice(begin, end), epoch=epoch, dataset_epoch=dataset_epoch))
+
+    def indices_at(self, span: Span) -> Tensor:
+        """Return the dataset's indices of samples by their positions in the order of the epoch that was begun last."""
+        assert self._whole_order is not None
+        return self._whole_order[span.begin : span.end]
+
+    def _in_order(self, order: Order, positions: slice, *, epoch: int, dataset_epoch: int) -> Iterator[Window]:
+        """Yield the windows of the samples at these positions of the epoch's order."""
         if isinstance(self._source, ResidentBatches):
             gathered = yield from self._source.windows(order, positions, self._plan, rank=self._rank, epoch=epoch)
             positions = slice(positions.start + gathered, positions.stop)
@@ -303,19 +332,36 @@ class MapLoader:
         rank_windows = windows(order, self._plan, rank=self._rank, start=positions.start, end=positions.stop)
         yield from self._loaded_windows(rank_windows, epoch=epoch, dataset_epoch=dataset_epoch)
 
-    def _listed(self, lists: BatchLists, epoch: int, *, start: int, limit: int, dataset_epoch: int) -> Iterator[Window]:
+    def _listed(
+        self, lists: BatchLists, epoch: int, *, start: int, limit: int, dataset_epoch: int, skips: EpochSkips
+    ) -> Iterator[Window]:
         """Yield the windows of listed batches. start: samples that were taken of the epoch."""
         order = self._order.listed(lists, epoch)
         self._whole_order = order.indices
         first = order.number_at(start)
         size = lists.nominal_size
-        nominal = epoch_positions(len(lists), self._plan, start=first * size, limit=limit)
+        nominal = epoch_positions(len(lists), self._plan, start=first * size, limit=limit, may_be_over=bool(skips.late))
         numbers = range(first, nominal.stop // size)
-        self._check_once(order.indices, slice(start, order.begins[numbers.stop]))
-        rank_windows = listed_windows(
-            order, self._plan, rank=self._rank, accumulated=self.steps.accumulated, numbers=numbers
-        )
-        yield from self._loaded_windows(rank_windows, epoch=epoch, dataset_epoch=dataset_epoch)
+        accumulated = self.steps.accumulated
+
+        def begin_of(index: int) -> int:
+            return order.begins[min(first + index * accumulated, numbers.stop)]
+
+        for part in parts(math.ceil(len(numbers) / accumulated), begin_of, skips):
+            begin, end = part.positions
+            if begin == end:
+                self._check_order(order.indices)
+                yield end_without_step(part.passed)
+                return
+            self._check_once(order.indices, slice(begin, end))
+            rank_windows = listed_windows(
+                order,
+                self._plan,
+                rank=self._rank,
+                accumulated=accumulated,
+                numbers=range(order.number_at(begin), order.number_at(end)),
+            )
+            yield from part.marked(self._loaded_windows(rank_windows, epoch=epoch, dataset_epoch=dataset_epoch))
 
     def _loaded_windows(
         self, rank_windows: Iterator[WindowIndices], *, epoch: int, dataset_epoch: int
@@ -335,6 +381,12 @@ class MapLoader:
                 window.micro_batches,
                 sizes=window.sizes,
             )
+
+    def _check_order(self, order: Order) -> None:
+        """Compare with the order of the checkpoint in an epoch of which nothing is loaded."""
+        if self._saved_identity is not None:
+            check_order(self._saved_identity, order)
+            self._saved_identity = None
 
     def _check_once(self, order: Order, positions: slice) -> None:
         if not self._is_checked:

@@ -150,14 +150,17 @@ def epoch_indices(
     return order.indices(epoch, batch_size=plan.global_batch_size)[positions]
 
 
-def epoch_positions(size: int, plan: BatchPlan, *, start: int, limit: int | None) -> slice:
+def epoch_positions(size: int, plan: BatchPlan, *, start: int, limit: int | None, may_be_over: bool = False) -> slice:
     """Return the slice of its order that an epoch of `size` samples consumes from its sample `start` on.
 
-    limit: global batches of the epoch at most. Raises DataError if `start` isn't inside the epoch.
+    limit: global batches of the epoch at most. may_be_over: return an empty slice if all was consumed. Raises DataError
+    if `start` isn't inside the epoch.
     """
     end = size
     if limit is not None:
         end = min(end, limit * plan.global_batch_size)
+    if may_be_over and end - start < (plan.global_batch_size if plan.drop_last else 1):
+        return slice(start, start)
     if not 0 <= start < end:
         raise DataError(
             f"Training can't continue at sample {start} of an epoch of {end} samples.\n"

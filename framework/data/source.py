@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from framework.data.batching import BatchPlan
 from framework.data.epochs import EpochSizes, EpochSteps
 from framework.data.identity import DataIdentity, check_size
 from framework.data.order import epoch_positions, windows
+from framework.data.skipping import NO_SKIPS, EpochSkips, end_without_step, parts_of_positions
 from framework.errors import DataError
-from framework.types import Batch, MicroBatch, Source, Waiting, Window
+from framework.types import Batch, MicroBatch, Source, Span, Waiting, Window
 
 MakeBatch = Callable[[Window, int], Batch]
 """Makes this rank's batch of a window's micro-batch, by its index."""
@@ -60,17 +62,34 @@ class SourceLoader:
         """Set what makes the batches."""
         self._make_batch = make_batch
 
-    def epoch(self, epoch: int, start: int = 0, *, limit: int | None = None) -> Iterator[Window]:
+    def epoch(
+        self, epoch: int, start: int = 0, *, limit: int | None = None, skips: EpochSkips = NO_SKIPS
+    ) -> Iterator[Window]:
         """Yield the windows of `epoch` from sample `start` on. A micro-batch is made when it is taken.
 
-        limit: global batches of the epoch at most; None: the loader's own limit. Raises DataError if `start` isn't
-        inside the epoch.
+        limit: global batches of the epoch at most; None: the loader's own limit. skips: what to pass over. Raises
+        DataError if `start` isn't inside the epoch.
         """
         if limit is None:
             limit = self.steps.of(epoch)
-        positions = epoch_positions(self._size, self.plan, start=start, limit=limit)
+        positions = epoch_positions(self._size, self.plan, start=start, limit=limit, may_be_over=bool(skips.late))
+        if not skips:
+            yield from self._windows(positions.start, positions.stop)
+            return
+        for part in parts_of_positions(positions, self.global_batch_size, skips):
+            begin, end = part.positions
+            if begin == end:
+                yield end_without_step(part.passed)
+            yield from part.marked(self._windows(begin, end))
+
+    def indices_at(self, span: Span) -> Tensor:
+        """Return the indices of samples by their positions in the epoch's order, which are the same."""
+        return torch.arange(span.begin, span.end)
+
+    def _windows(self, begin: int, end: int) -> Iterator[Window]:
+        """Yield the windows of the samples at these positions."""
         order = torch.arange(self._size)
-        for part in windows(order, self.plan, rank=self._rank, start=positions.start, end=positions.stop):
+        for part in windows(order, self.plan, rank=self._rank, start=begin, end=end):
             number = len(part.micro_batches)
             window = Window(iter(()), number, part.global_count, part.epoch_end, part.micro_batches)
             yield window._replace(micro_batches=self._micro_batches(window))

@@ -23,12 +23,13 @@ from framework.data.epochs import EpochSteps
 from framework.data.identity import DataIdentity, check_size
 from framework.data.prefetch import SideStream, pins_memory, prefetch
 from framework.data.shard_reader import is_same_sample
+from framework.data.skipping import NO_SKIPS, EpochSkips, end_without_step
 from framework.data.stream_plan import Digest, ShardPosition, StreamPlan, Turns, resumed_turns
 from framework.data.stream_reader import ReaderStart, StreamReader, WindowSamples, no_samples, shard_of
 from framework.data.workers import ItemLoader
 from framework.distributed.collectives import SideChannel, Table
 from framework.errors import CheckpointError, DataError
-from framework.types import Batch, MicroBatch, MicroIndices, Waiting, Window
+from framework.types import Batch, MicroBatch, MicroIndices, Passed, Span, Waiting, Window
 
 
 class _RankSummary(NamedTuple):
@@ -60,6 +61,15 @@ class _AgreedWindow(NamedTuple):
     counts: Mapping[int, int]
     # There is no such window.
     is_over: bool
+
+
+class _HeldWindow(NamedTuple):
+    """A window that waits for the next one."""
+
+    window: _AgreedWindow
+    # Those right before it.
+    skipped: Sequence[_AgreedWindow]
+    passed: Passed | None
 
 
 @final
@@ -137,7 +147,9 @@ class StreamLoader:
         """Tell `waiting` when this rank waits for others."""
         self._waiting = waiting
 
-    def epoch(self, epoch: int, start: int = 0, *, limit: int | None = None) -> Iterator[Window]:
+    def epoch(
+        self, epoch: int, start: int = 0, *, limit: int | None = None, skips: EpochSkips = NO_SKIPS
+    ) -> Iterator[Window]:
         """Yield the windows of `epoch` after its first `start` samples over all ranks. Every rank must call it.
 
         Take all micro-batches of a window before the next window; stop after the same window on every rank. Raises
@@ -146,10 +158,38 @@ class StreamLoader:
 
         Args:
             limit: windows at most, besides the plan's limit; None: no further limit.
+            skips: what to read without training on it.
         """
-        return islice(self._windows(epoch, start), limit)
+        return islice(self._windows(epoch, start, skips), limit)
 
-    def _windows(self, epoch: int, start: int) -> Iterator[Window]:
+    def _windows(self, epoch: int, start: int, skips: EpochSkips) -> Iterator[Window]:
+        """Yield each window once it is known if the epoch has a later one that isn't skipped."""
+        skipped: list[_AgreedWindow] = []
+        spans: list[Span] = []
+        held: _HeldWindow | None = None
+        # Samples of the epoch over all ranks.
+        samples = start
+        for number, window in enumerate(self._agreed_windows(epoch, start), start=skips.first):
+            span = Span(samples, samples + sum(window.counts.values()))
+            samples = span.end
+            if number in skips.dropped:
+                skipped.append(window)
+                spans.append(span)
+                continue
+            if held is not None:
+                yield self._take(held, epoch_end=False)
+            held = _HeldWindow(window, skipped, passed=Passed(tuple(spans)) if spans else None)
+            skipped = []
+            spans = []
+        if held is None:
+            yield end_without_step(Passed(tuple(spans)))
+            return
+        if spans:
+            held = held._replace(passed=(held.passed or Passed())._replace(after=tuple(spans)))
+        yield self._take(held, epoch_end=True)
+
+    def _agreed_windows(self, epoch: int, start: int) -> Iterator[_AgreedWindow]:
+        """Yield all windows after the first `start` samples, while the next one is exchanged."""
         self._start(start)
         windows_left = math.inf
         if self._plan.limit is not None:
@@ -157,25 +197,28 @@ class StreamLoader:
                 self._plan.limit - self._nominal_samples, global_batch_size=self.global_batch_size
             )
 
-        # A window is yielded once the ranks have agreed on the next one, and while the one after that is exchanged.
         read = self._read(epoch)
         first = self._begin(read)
         begun = self._begin(read)
         window = self._agree(*first, epoch=epoch)
         self._check_first(window, epoch=epoch, start=start, is_limited=windows_left <= 0)
         while not window.is_over:
+            yield window
             begun_after = self._begin(read)
-            next_window = self._agree(*begun, epoch=epoch)
+            window = self._agree(*begun, epoch=epoch)
             begun = begun_after
             windows_left -= 1
             if windows_left <= 0:
-                next_window = next_window._replace(is_over=True)
+                return
+
+    def _take(self, held: _HeldWindow, *, epoch_end: bool) -> Window:
+        """Return a window to train on. What is read next comes after it."""
+        for window in [*held.skipped, held.window]:
             if window.read is not None:
                 samples = window.read.samples
                 self._turns.advance(window.read.reader, samples.shard, samples.end)
             self._nominal_samples += self.global_batch_size
-            yield self._window(window, epoch_end=next_window.is_over)
-            window = next_window
+        return self._window(held.window, epoch_end=epoch_end)._replace(passed=held.passed)
 
     def _start(self, start: int) -> None:
         """Go to where an epoch starts: after `start` samples over all ranks."""
@@ -249,6 +292,9 @@ class StreamLoader:
             )
         self._resumed = resumed
         self._nominal_samples = samples
+
+    def indices_at(self, span: Span) -> None:
+        """Return nothing: samples of a stream have no index."""
 
     @property
     def identity(self) -> DataIdentity:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from framework.config.schema import CheckpointConfig, Node, ProgressMode, Traine
 from framework.config.written import written_config
 from framework.data.epochs import EpochSizes, EpochSteps
 from framework.data.loader import EvalLoader, TrainLoader
+from framework.data.skipping import SkippedSamples, SkippedSteps
 from framework.distributed.gloo_threads import let_gloo_finish_messages
 from framework.distributed.process_group import new_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
@@ -127,6 +128,8 @@ def build_trainer(
         settings,
         val_loaders=val_loaders,
         checkpoints=checkpoints,
+        skipped_steps=SkippedSteps.of(config.data),
+        on_skipped=partial(_record_skipped, setup),
         # Until then the time-out is that of `_wrap`.
         after_first_step=partial(set_timeout, config.backend.timeout, setup.context, groups=groups),
         after_validation=partial(
@@ -143,6 +146,28 @@ def build_trainer(
     if assembled.initial_weights is not None and checkpoint is None:
         trainer.logbook.log_values({"init_from": Text(assembled.initial_weights)})
     return trainer
+
+
+def _record_skipped(setup: RankSetup, skipped: Sequence[SkippedSamples]) -> None:
+    """Log the samples of steps that are passed over, and record them in `run.json`."""
+    if not setup.context.is_main:
+        return
+    entries = {entry["step"]: entry for entry in setup.run_dir.read_run().get("skipped", [])}
+    for samples in skipped:
+        begin, end = samples.positions
+        what = "trained at the end of the epoch" if samples.is_deferred else "skipped"
+        warn(
+            f"The samples of step {samples.number} are {what}: number {begin} to {end - 1} in the order of epoch "
+            f"{samples.epoch}"
+        )
+        entries[samples.number] = {
+            "step": samples.number,
+            "epoch": samples.epoch,
+            "positions": [begin, end],
+            "samples": samples.indices,
+            "deferred": samples.is_deferred,
+        }
+    setup.run_dir.update_run({"skipped": list(entries.values())})
 
 
 def _run_dir_check(setup: RankSetup) -> Callable[[], None]:

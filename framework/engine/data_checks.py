@@ -66,6 +66,12 @@ def _mistakes_of_a_train_stream(config: Config, strategy: Strategy) -> Iterator[
     if data.loader == "resident":
         yield "data.loader=resident can't go with a stream to train on, of unknown length. Use auto."
 
+    if data.defer_steps:
+        yield (
+            "data.defer_steps can't go with a stream to train on, whose samples come once. Use data.skip_steps, which "
+            "leaves them out."
+        )
+
     # The rest is about a stream of which each process reads its own part.
     if data.stream == "shared":
         return

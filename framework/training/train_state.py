@@ -52,7 +52,7 @@ from framework.training.rank_states import (
 from framework.training.slot_state import SLOTS, SOURCE_SLOTS, SlotState
 from framework.training.stop_control import StopControl
 from framework.training.task_state import with_model_state, without_model_state
-from framework.types import Callback, Logger, MicroBatch, Objective, Source, Task, hooks
+from framework.types import Callback, Logger, MicroBatch, Objective, Passed, Source, Span, Task, Window, hooks
 
 LEFT_OUT = "left_out"
 """The entry of `training` with the hashes of the parameters that a checkpoint leaves out, by name."""
@@ -71,6 +71,10 @@ class Progress:
     samples: int = 0
     # As many, if each global batch had been complete: those of a stream read in shards may be short at any time.
     nominal_samples: int = 0
+    # Steps that were passed over, and not trained later.
+    skipped: int = 0
+    # Samples of the epoch that are trained at its end.
+    deferred: list[Span] = field(default_factory=list)
 
     @property
     def last_epoch(self) -> int:
@@ -79,21 +83,56 @@ class Progress:
             return self.epoch
         return self.epoch - 1
 
-    def advance(self, *, global_count: int, global_batch_size: int, epoch_end: bool) -> None:
-        """Count one optimizer step; the last one of an epoch moves on to the next."""
-        self.step += 1
-        self.samples += global_count
-        self.nominal_samples += global_batch_size
-        if epoch_end:
+    @property
+    def next_number(self) -> int:
+        """The number of the next step; see `framework.data.skipping`."""
+        return self.step + self.skipped + 1
+
+    def advance(self, window: Window, *, global_batch_size: int) -> None:
+        """Count one optimizer step and what was passed over before it; the last one of an epoch moves on to the next.
+
+        A window without a sample counts as no step.
+        """
+        passed = window.passed
+        if passed is not None:
+            self._pass(passed, window.global_count, global_batch_size=global_batch_size)
+        if window.global_count > 0:
+            self.step += 1
+            self.nominal_samples += global_batch_size
+            if passed is None or not passed.is_late:
+                self.samples += window.global_count
+        if window.epoch_end:
             self.epoch += 1
             self.samples = 0
             self.nominal_samples = 0
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def _pass(self, passed: Passed, global_count: int, *, global_batch_size: int) -> None:
+        for span in (*passed.dropped, *passed.deferred):
+            self.samples += span.end - span.begin
+        self.nominal_samples += len(passed.dropped) * global_batch_size
+        self.skipped += len(passed.dropped) + len(passed.deferred) + len(passed.after)
+        self.deferred += passed.deferred
+        if passed.is_late:
+            # These are trained now.
+            first = self.deferred[0]
+            left = Span(first.begin + global_count, first.end)
+            self.deferred[:1] = [left] if left.begin < left.end else []
+            self.skipped -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress in plain types."""
+        state = asdict(self)
+        state["deferred"] = [list(span) for span in self.deferred]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict`. Those of earlier versions have nothing skipped."""
         self.epoch = state["epoch"]
         self.step = state["step"]
         self.samples = state["samples"]
         self.nominal_samples = nominal_samples(state)
+        self.skipped = state.get("skipped", 0)
+        self.deferred = [Span(*span) for span in state.get("deferred", [])]
 
 
 class RankState(NamedTuple):
@@ -365,7 +404,7 @@ class TrainState:
         for rank in of_ranks:
             trainable.update(rank.trainable)
         training |= {
-            "progress": asdict(self.progress),
+            "progress": self.progress.state_dict(),
             "val_metrics": dict(self.val_metrics),
             "val_step": self.val_step,
             "meters": [rank.meter for rank in of_ranks],

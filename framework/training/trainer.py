@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from framework.checkpoint.manager import CheckpointManager
 from framework.config.schema import CUDA_GRAPH_MODES, TrainerConfig
 from framework.data.loader import EvalLoader
+from framework.data.skipping import NO_STEPS, SkippedSamples, SkippedSteps, ignore_skipped
 from framework.data.source import SourceLoader
 from framework.distributed.collectives import any_over_ranks, gather_to_all
 from framework.errors import ConfigError, DiskError, NotFiniteError
@@ -64,6 +65,8 @@ from framework.types import (
     MicroBatch,
     MicroBatchInfo,
     Objective,
+    Passed,
+    Span,
     StepInfo,
     StepOutput,
     Stop,
@@ -97,6 +100,8 @@ class Trainer:
     """Train one replica on one rank. Every rank makes one and calls `fit`.
 
     Args:
+        skipped_steps: the steps whose samples the loader passes over.
+        on_skipped: called with the samples of each of them.
         after_first_step: called once, when the slow first step is done.
         after_validation: called with the metrics of each validation; raises if a monitored one is missing.
         check_run_dir: called before anything is logged or saved; raises if the run directory is gone.
@@ -112,6 +117,8 @@ class Trainer:
         *,
         val_loaders: Mapping[str, EvalLoader],
         checkpoints: CheckpointManager | None,
+        skipped_steps: SkippedSteps = NO_STEPS,
+        on_skipped: Callable[[Sequence[SkippedSamples]], None] = ignore_skipped,
         after_first_step: Callable[[], None],
         after_validation: Callable[[EvalInfo], None],
         check_run_dir: Callable[[], None],
@@ -125,6 +132,8 @@ class Trainer:
         self.val_loaders = val_loaders
         self.checkpoints = checkpoints
         self.check_run_dir = check_run_dir
+        self.skipped_steps = skipped_steps
+        self.on_skipped = on_skipped
         self._after_first_step = after_first_step
         self._after_validation = after_validation
 
@@ -250,14 +259,15 @@ class Trainer:
         for window in self._windows():
             # Of this step: `progress` goes on to the next epoch after the last step of one.
             epoch = progress.epoch
+            if window.passed is not None:
+                self._note_passed(window.passed)
+            if window.global_count == 0:
+                self._end_epoch_without_step(window)
+                continue
             loss = self._make_step(window)
 
             self.logbook.throughput.samples += window.global_count
-            progress.advance(
-                global_count=window.global_count,
-                global_batch_size=self.train_loader.global_batch_size,
-                epoch_end=window.epoch_end,
-            )
+            progress.advance(window, global_batch_size=self.train_loader.global_batch_size)
             self._timer.finish_step(progress.step)
             info = StepInfo(progress.step, epoch, loss, window.global_count, window.indices, window.epoch_end)
             for hook in self._hooks.step_end:
@@ -276,7 +286,7 @@ class Trainer:
                 self._timer.leave_step(RankPhase.LOGGING)
                 # A callback may have asked to stop since the last log.
                 self.stop.agree()
-            if self._evaluation_is_due(epoch_end=window.epoch_end):
+            if self._evaluation_is_due(window):
                 self.evaluate()
             if window.epoch_end:
                 self._end_epoch(epoch)
@@ -299,10 +309,48 @@ class Trainer:
                 # A hook may have asked to stop.
                 if self._is_done():
                     return
-            for window in self.train_loader.epoch(self.progress.epoch, start=self.progress.samples):
+            progress = self.progress
+            skips = self.skipped_steps.from_number(progress.next_number, late=progress.deferred)
+            for window in self.train_loader.epoch(progress.epoch, start=progress.samples, skips=skips):
                 yield window
                 if self._is_done():
                     return
+
+    def _note_passed(self, passed: Passed) -> None:
+        """Report the samples that the loader has passed over before a window, and after the epoch's last."""
+        number = self.progress.next_number
+        skipped = []
+        for span in sorted((*passed.dropped, *passed.deferred)):
+            skipped.append(self._skipped_samples(span, number=number, is_deferred=span in passed.deferred))
+            number += 1
+        for span in passed.after:
+            # The window itself comes before.
+            number += 1
+            skipped.append(self._skipped_samples(span, number=number, is_deferred=False))
+        if skipped:
+            self.on_skipped(skipped)
+
+    def _skipped_samples(self, span: Span, *, number: int, is_deferred: bool) -> SkippedSamples:
+        indices = self.train_loader.indices_at(span)
+        return SkippedSamples(
+            number,
+            epoch=self.progress.epoch,
+            positions=span,
+            indices=None if indices is None else tuple(indices.tolist()),
+            is_deferred=is_deferred,
+        )
+
+    def _end_epoch_without_step(self, window: Window) -> None:
+        """End an epoch of which all that was left is passed over."""
+        epoch = self.progress.epoch
+        self.progress.advance(window, global_batch_size=self.train_loader.global_batch_size)
+        self.state.schedule.step_after("epoch")
+        self._timer.leave_step(RankPhase.LOGGING)
+        self.stop.agree()
+        if self._evaluation_is_due(window):
+            self.evaluate()
+        self._end_epoch(epoch)
+        self._timer.set_phase(RankPhase.DATA)
 
     def _is_done(self) -> bool:
         settings = self.settings
@@ -313,17 +361,25 @@ class Trainer:
             or (settings.max_epochs is not None and progress.epoch >= settings.max_epochs)
         )
 
-    def _evaluation_is_due(self, *, epoch_end: bool) -> bool:
+    def _evaluation_is_due(self, window: Window) -> bool:
+        """Return True if a validation is due after this window."""
+        epoch_end = window.epoch_end
         interval = self.settings.val_check_interval
         if isinstance(interval, int):
             return self.progress.step % interval == 0
         every_epochs = self.settings.check_val_every_n_epoch
         if interval is None:
             return epoch_end and every_epochs is not None and (self.progress.last_epoch + 1) % every_epochs == 0
-        return self._share_is_due(interval, epoch_end=epoch_end)
+        dropped = 0
+        if window.passed is not None:
+            dropped = len(window.passed.dropped)
+        return self._share_is_due(interval, epoch_end=epoch_end, dropped=dropped)
 
-    def _share_is_due(self, share: float, *, epoch_end: bool) -> bool:
-        """Return True if a validation is due that is repeated whenever this share of the epoch is trained."""
+    def _share_is_due(self, share: float, *, epoch_end: bool, dropped: int) -> bool:
+        """Return True if a validation is due that is repeated whenever this share of the epoch is trained.
+
+        dropped: steps that were left out right before the last one.
+        """
         steps = self.train_loader.steps
         every_epochs = self.settings.check_val_every_n_epoch
         epoch = self.progress.last_epoch
@@ -332,7 +388,8 @@ class Trainer:
         if (epoch + 1) % every_epochs != 0:
             return False
         done = steps.of(epoch) if epoch_end else steps.done(self.progress.nominal_samples)
-        return done % steps.share(epoch, share) == 0
+        # It may have become due with one of the steps that were left out.
+        return done % steps.share(epoch, share) <= dropped
 
     def _save_is_due(self, *, epoch_end: bool) -> bool:
         checkpoints = self.checkpoints

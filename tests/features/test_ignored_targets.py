@@ -141,9 +141,7 @@ def trained(
     for epoch in range(2):
         for window in trainer.train_loader.epoch(epoch):
             trainer.train_step(window)
-            trainer.progress.advance(
-                global_count=window.global_count, global_batch_size=window.global_count, epoch_end=window.epoch_end
-            )
+            trainer.progress.advance(window, global_batch_size=window.global_count)
     found = trainer.state.evaluate(trainer.val_loaders).metrics
     return weights(trainer), trainer.read_means(), found
 
@@ -321,9 +319,7 @@ def filtered(context: Context, *, accumulate: int = 1, begin: int = 0) -> tuple[
     )
     for window in with_batch(trainer.train_loader, accumulate, context).epoch(0):
         trainer.train_step(window)
-        trainer.progress.advance(
-            global_count=window.global_count, global_batch_size=window.global_count, epoch_end=window.epoch_end
-        )
+        trainer.progress.advance(window, global_batch_size=window.global_count)
     return weights(trainer), trainer.read_means()
 
 

@@ -122,3 +122,16 @@ def test_an_error_in_one_stream_names_its_process(train: Train) -> None:
     assert report["first"]["rank"] == 1
     sample = "Sample 9 of shard 1 of 2 of the train stream, in epoch 0,"
     assert f"{sample} raised OSError: the connection is gone" in json.dumps(report)
+
+
+@pytest.mark.multiproc
+def test_a_stream_passes_over_the_samples_of_skipped_steps(train: Train, tmp_path: Path) -> None:
+    """Resumed between two of them. Deferring is refused: samples come once."""
+    keep = ("checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1", "checkpoint.monitor=null")
+    skipping = ("data.skip_steps=[2,4,6,9]", "trainer.max_epochs=2")
+    run = train(*COMMON, *TWO, *keep, *skipping)
+    assert results.results(run)["steps"] == 8
+    wanted = results.weights(run)
+    train(f"resume={run}/checkpoints/step_00000002")
+    results.assert_same(results.weights(run), wanted)
+    train(*COMMON, "data.defer_steps=[2]", status=2)

@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     )
     from framework.config.topology import Topology, resolve_topology
     from framework.data import loader as loader_module
+    from framework.data.batch_lists import UserBatches
     from framework.data.batch_tree import held_tensors, record_stream
     from framework.data.batching import BatchPlan, micro_batches, plan_batches, share
     from framework.data.draws import Draws
@@ -123,6 +124,8 @@ if TYPE_CHECKING:
     from framework.data.order import GlobalOrder, WindowIndices, epoch_indices, windows
     from framework.data.permutation import Permutation, in_order, shuffled
     from framework.data.prefetch import pinned, prefetch, to_device
+    from framework.data.skipping import SkippedSteps, number_of_step
+    from framework.data.source import SourceLoader
     from framework.data.stream import StreamLoader
     from framework.data.stream_plan import StreamPlan
     from framework.data.stream_reader import first_batch
@@ -339,6 +342,7 @@ if TYPE_CHECKING:
     from framework.training.step_output import media_of
     from framework.training.step_times import Clock, StepTimer
     from framework.training.stop_control import StopControl, steps_to_meeting
+    from framework.training.train_state import Progress as TrainProgress
     from framework.training.train_state import TrainState
     from framework.training.trainer import Trainer
 

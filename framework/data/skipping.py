@@ -1,0 +1,183 @@
+"""Steps whose samples are left out of training (`data.skip_steps`) or trained last in their epoch (`data.defer_steps`).
+
+A step is named by its *number*: the step that it would be if none was skipped. The loader passes over its samples. All
+others keep their positions in the epoch's order, hence their random draws, and take the step counts that are left:
+
+    number     1  2  3  4  5  6 | 7  8 …      data.skip_steps=[3], 6 global batches an epoch
+    step       1  2  -  3  4  5 | 6  7 …
+
+    number     1  2  4  5  6  3 | 7  8 …      data.defer_steps=[3]
+    step       1  2  3  4  5  6 | 7  8 …
+
+So the number of the next step is `Progress.step + Progress.skipped + 1`. Pure arithmetic, the same on every rank.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import NamedTuple, final
+
+from framework.config.schema import DataConfig
+from framework.data.batching import count_windows
+from framework.types import Passed, Span, Window
+
+
+class EpochSkips(NamedTuple):
+    """What the loader passes over in an epoch, from where it is begun or resumed."""
+
+    # The number of the first global batch that would be loaded.
+    first: int = 1
+    # Numbers of steps.
+    dropped: Collection[int] = ()
+    deferred: Collection[int] = ()
+    # Samples of the epoch that were deferred before.
+    late: Sequence[Span] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.dropped or self.deferred or self.late)
+
+
+NO_SKIPS = EpochSkips()
+
+
+@final
+@dataclass(frozen=True)
+class SkippedSteps:
+    """The numbers of the steps that a run passes over."""
+
+    dropped: frozenset[int] = frozenset()
+    deferred: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(data: DataConfig) -> SkippedSteps:
+        """Return those of a configuration."""
+        return SkippedSteps(frozenset(data.skip_steps), frozenset(data.defer_steps))
+
+    def from_number(self, first: int, *, late: Sequence[Span]) -> EpochSkips:
+        """Return what is passed over of an epoch whose next global batch has the number `first`."""
+        dropped = [number for number in self.dropped if number >= first]
+        deferred = [number for number in self.deferred if number >= first]
+        return EpochSkips(first, dropped, deferred, tuple(late))
+
+
+NO_STEPS = SkippedSteps()
+
+
+class SkippedSamples(NamedTuple):
+    """The samples of a step that is passed over."""
+
+    # Of the step.
+    number: int
+    epoch: int
+    # In the order of the epoch.
+    positions: Span
+    # Of the dataset; None for a stream.
+    indices: tuple[int, ...] | None
+    # They are trained at the end of the epoch.
+    is_deferred: bool
+
+
+def ignore_skipped(skipped: Sequence[SkippedSamples]) -> None:
+    """Do nothing."""
+
+
+def numbers_of_steps(*, step: int, skipped: int, passed: Collection[int]) -> Iterator[int]:
+    """Yield the numbers of the steps `step + 1`, `step + 2`, … of a run: what names them in `data.skip_steps`.
+
+        numbers = numbers_of_steps(step=100, skipped=0, passed={103})
+        list(islice(numbers, 4))                                      # [101, 102, 104, 105]
+
+    A branch that skips step 18,423 of a run that has skipped steps itself must name its number. Where samples were
+    deferred to the end of an epoch, this doesn't hold from there to that end.
+
+    Args:
+        step: of a checkpoint of the run, as `progress` has it.
+        skipped: of the same checkpoint.
+        passed: the numbers in `data.skip_steps` and `data.defer_steps` of the run.
+    """
+    return (number for number in count(step + skipped + 1) if number not in passed)
+
+
+def number_of_step(wanted: int, *, step: int, skipped: int, passed: Collection[int]) -> int:
+    """Return the number of step `wanted` of a run, which is after a checkpoint at `step`; see `numbers_of_steps`."""
+    numbers = numbers_of_steps(step=step, skipped=skipped, passed=passed)
+    return next(islice(numbers, wanted - step - 1, None))
+
+
+class Part(NamedTuple):
+    """Global batches that follow each other in the epoch's order, and are trained one after the other."""
+
+    # Of their samples in the order.
+    positions: Span
+    # What is passed over right before the first of them.
+    passed: Passed
+    # What is passed over after the last of them, at the epoch's end.
+    after: tuple[Span, ...] = ()
+    is_last: bool = False
+
+    def marked(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Yield this part's windows, the first and the epoch's last of which say what is passed over."""
+        passed: Passed | None = self.passed
+        for window in windows:
+            if window.epoch_end:
+                passed = (passed or Passed())._replace(after=self.after)
+                yield window._replace(epoch_end=self.is_last, passed=passed)
+            else:
+                yield window._replace(passed=passed)
+            # If the global batch is smaller since a resume, deferred samples are several windows.
+            passed = Passed(is_late=True) if self.passed.is_late else None
+
+
+def parts(num_windows: int, begin_of: Callable[[int], int], skips: EpochSkips) -> list[Part]:
+    """Return what is left of an epoch of `num_windows` global batches, in the order in which it is trained.
+
+    The last part is empty if all is passed over.
+
+    begin_of: returns the position of the first sample of a global batch, counted from 0; at `num_windows`, the end.
+    """
+    result: list[Part] = []
+    late = list(skips.late)
+    passed = Passed()
+    first = 0
+    for number in sorted({*skips.dropped, *skips.deferred}):
+        index = number - skips.first
+        if not 0 <= index < num_windows:
+            continue
+        if first < index:
+            result.append(Part(Span(begin_of(first), begin_of(index)), passed))
+            passed = Passed()
+        span = Span(begin_of(index), begin_of(index + 1))
+        if number in skips.deferred:
+            late.append(span)
+            passed = passed._replace(deferred=(*passed.deferred, span))
+        else:
+            passed = passed._replace(dropped=(*passed.dropped, span))
+        first = index + 1
+    if first < num_windows:
+        result.append(Part(Span(begin_of(first), begin_of(num_windows)), passed))
+        passed = Passed()
+    for span in late:
+        result.append(Part(span, passed._replace(is_late=True)))
+        passed = Passed()
+
+    if not result:
+        end = begin_of(num_windows)
+        return [Part(Span(end, end), passed, is_last=True)]
+    result[-1] = result[-1]._replace(is_last=True, after=passed.dropped)
+    return result
+
+
+def parts_of_positions(positions: slice, global_batch_size: int, skips: EpochSkips) -> list[Part]:
+    """Return what is left of the samples at these positions, of which each global batch takes as many; see `parts`."""
+    start = positions.start
+    end = positions.stop
+    num_windows = count_windows(end - start, global_batch_size=global_batch_size)
+    return parts(num_windows, lambda index: min(end, start + index * global_batch_size), skips)
+
+
+def end_without_step(passed: Passed) -> Window:
+    """Return what a loader yields in place of an epoch's last window if all that was left is passed over."""
+    return Window(iter(()), 0, global_count=0, epoch_end=True, passed=passed)
