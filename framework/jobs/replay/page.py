@@ -7,7 +7,7 @@ from typing import Any
 
 from framework.system.formatting import format_count, format_table, terminal_width
 
-_SHOWN_INDICES = 8
+_SHOWN_INDICES = 4
 _SHOWN_ROWS = 60
 
 
@@ -56,7 +56,7 @@ def _losses(step: Mapping[str, Any], *, rank: int | None) -> str:
         names |= dict.fromkeys(values)
         rows.append((micro, values))
 
-    table: list[Sequence[str]] = [("rank", "micro-batch", *names, "samples", "which")]
+    table: list[Sequence[str]] = [("rank", "micro", *names, "samples", "which")]
     for micro, values in rows:
         cells = [_number(values.get(name)) for name in names]
         number = str(len(micro["indices"]))
@@ -79,9 +79,7 @@ def _layers(step: Mapping[str, Any]) -> str:
     It is empty if the step failed before its forward.
     """
     weights = _weights_by_layer(step["weights"])
-    rows: list[Sequence[str]] = [
-        ("layer", "output", "0/inf/NaN", "its gradient", "0/inf/NaN", "weights' gradient", "update/weight")
-    ]
+    rows: list[Sequence[str]] = [("layer", "output", "", "gradient", "", "weights' gradient", "update/weight")]
     if step["inputs"] is not None:
         rows.append(("the model's input", *_values(step["inputs"])))
     for module in step["modules"] or ():
@@ -100,19 +98,20 @@ def _layers(step: Mapping[str, Any]) -> str:
 
 
 def _values(values: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return the largest absolute value, and the shares of zeros, infinite values and NaN."""
+    """Return the largest absolute value, and the shares of zeros, infinite values and NaN, if there are any."""
     if values is None:
-        return "–", "–"
-    shares = [_share(values[name], values["count"]) for name in ("zeros", "inf", "nan")]
-    return _number(values["absmax"]), " / ".join(shares)
+        return "–", ""
+    shares = []
+    for name, word in (("zeros", "zeros"), ("inf", "inf"), ("nan", "NaN")):
+        if values[name]:
+            shares.append(f"{_share(values[name], values['count'])} {word}")
+    return _number(values["absmax"]), ", ".join(shares)
 
 
 def _share(number: int, count: int) -> str:
-    if number == 0:
-        return "0"
     share = number / count
     # One NaN among a million values mustn't be shown as none.
-    return f"{share:.0%}" if share >= 0.005 else f"{number} of {count}"
+    return f"{share:.0%}" if share >= 0.005 else f"{number:,}"
 
 
 def _weights_by_layer(weights: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
