@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from framework.data import batching
 from framework.data.batching import BatchPlan
 from framework.distributed.collectives import SideChannel
 from framework.distributed.context import Context, make_context
+from framework.distributed.flight_recorder import dump_before_abort, dump_collectives, record_collectives
 from framework.distributed.seed import set_deterministic
 from framework.engine.builders.strategy import build_strategy, check_callbacks_fit
 from framework.engine.compile_cache import compile_cache
@@ -110,8 +111,21 @@ def setup_rank(arguments: RankArguments, link: MonitorLink) -> Iterator[RankSetu
             attempt=arguments.attempt,
             skips_test=arguments.skips_test,
         )
+        if context.world_size > 1:
+            _record_collectives(setup)
         with compile_cache(config, context.device):
             yield setup
+
+
+def _record_collectives(setup: RankSetup) -> None:
+    """Record what this rank exchanges with the others, for the report of a time-out."""
+    prefix = setup.run_dir.collectives_of(attempt=setup.attempt)
+    record_collectives(prefix)
+    file = prefix.with_name(f"{prefix.name}{setup.context.rank}")
+    rank_status = setup.link.rank_status
+    rank_status.set_dump(partial(dump_collectives, file, backend=setup.context.backend))
+    if setup.context.backend == "gloo":
+        dump_before_abort(rank_status.dump_collectives)
 
 
 def _set_up_process(config: Config, context: Context) -> None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, final
 
+from framework.distributed.flight_recorder import compare_dumps
 from framework.distributed.store import RunStore, StoreGoneError, UnverifiedError, call_with_deadline
 from framework.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_STOPPED
 from framework.launch.plan import Outcome, RankArguments
@@ -251,6 +252,7 @@ class ExternalMonitor:
             topology=self._topology,
             attempt=self._arguments.attempt,
             is_last=True,
+            compare_dumps=compare_dumps,
         )
         # Node 0's report is shown there; another node shows only one of its own side of a cut.
         self._shows_report = self._monitor.node in (0, report.node)

@@ -24,10 +24,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO, final
 
 from framework.distributed.store import LOOPBACK, RunStore, listen
-from framework.errors import EXIT_STOPPED, LaunchError, StoppedBySignalError
+from framework.errors import EXIT_STOPPED, FrameworkError, LaunchError, StoppedBySignalError
 from framework.launch.base import Launcher
 from framework.launch.child import LEAVE_S, Child, Message
-from framework.launch.fork_server import ForkServer, running_fork_server
+from framework.launch.fork_server import ForkServer, call_in_child, running_fork_server
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome, RankArguments, RunProgress
 from framework.launch.rank_environment import network_environment, rank_environment
 from framework.launch.run_server import RunServer
@@ -55,6 +55,8 @@ _START_S = 10.0
 _SETTLE_S = 0.5
 # How long to wait for the exit of the rank whose connection was lost: with a GPU, exiting takes seconds.
 _CAUSE_TIMEOUT_S = 3.0
+# How long comparing the ranks' collectives may take.
+_COMPARE_S = 20.0
 _POLL_S = 0.2
 _SUCCESSES = (0, EXIT_STOPPED)
 
@@ -481,7 +483,17 @@ class NodeRun:
             topology=self.setup.topology,
             attempt=self._attempt,
             is_last=not self._may_restart(),
+            compare_dumps=self._compare_dumps,
         )
+
+    def _compare_dumps(self, arguments: Mapping[str, str]) -> Mapping[str, str | None]:
+        purpose = "compare the ranks' collectives"
+        try:
+            entry = "framework.distributed.flight_recorder:compare_dumps"
+            return call_in_child(self._fork_server, entry, arguments, timeout_s=_COMPARE_S, purpose=purpose)
+        except FrameworkError as error:
+            # The failure itself is still to be reported.
+            return {"difference": str(error)}
 
     def _end_ranks(self) -> None:
         """Kill every rank that still runs, and end what the ranks have forked.

@@ -56,6 +56,9 @@ def run_entry(entry: str, rank: RankArguments, link: MonitorLink, *, listener_fd
         if rank_status.failure() is None and not is_consequence_of_stop(error):
             failure = file_failure(error, rank=rank.rank, run_dir=Path(rank.run_dir))
             _record(failure or error, rank_status)
+            if of_peers(error):
+                # The monitor can't ask for it once this process has ended.
+                rank_status.dump_collectives()
 
     def is_consequence_of_stop(error: BaseException) -> bool:
         """Return True if a peer has ended on request before training: ranks don't agree on a step there."""

@@ -91,6 +91,11 @@ class RankFailure:
         return has_ended and not self.lost_peer and not self.timed_out
 
     @property
+    def may_disagree(self) -> bool:
+        """True if the ranks may have called different collectives."""
+        return self.timed_out or self.kind is FailureKind.HUNG or MISMATCH in (self.said or "")
+
+    @property
     def cause(self) -> str:
         """What happened, in a few words."""
         match self.kind:
@@ -150,12 +155,15 @@ _LOST_PEER = re.compile(
     r"|no route to host|network is unreachable|could not join the process group",
     re.IGNORECASE,
 )
+MISMATCH = "collective mismatch"
+"""What gloo says when it aborts a rank that receives more than it expects."""
 _NCCL_TIMEOUT = "Watchdog caught collective operation timeout"
 # What torch's threads print before they abort the process: a GPU error, or else the error of NCCL's watchdog.
 _ABORTED = (
     re.compile(r"(?:CUDA|HIP) error: .*"),
     re.compile(r"watchdog thread terminated with exception: (.*)"),
     re.compile(r".*device-side assert.*"),
+    re.compile(rf"enforce fail at .*?\] (.*{MISMATCH}.*)"),
 )
 _TIMED_OUT = re.compile(r"timed out|time-?out|could not join the process group", re.IGNORECASE)
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)

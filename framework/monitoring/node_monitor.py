@@ -27,6 +27,10 @@ from framework.monitoring.stacks import Asked, ask_for_stacks, ask_workers_for_s
 _PAUSE_S = 10.0
 # Past the time-out, so that torch's own error comes first if there is one.
 _HUNG_MARGIN_S = 5.0
+# A rank whose heartbeat is older doesn't answer.
+_SILENT_S = 2.0
+_DUMP_TIMEOUT_S = 3.0
+_POLL_S = 0.02
 _LOG_TAIL_BYTES = 32_768
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -172,6 +176,7 @@ class NodeMonitor:
         timeout_s = min(self._limits.timeout_s, self._limits.init_timeout_s)
         # Asking continues stopped ranks, so it is done after everything else was read.
         stacks = self._stacks(states, records, hanging_s=timeout_s / 2)
+        self._await_dumps(states, records, exits)
         ranks = []
         for state in states:
             end = exits.get(state.rank)
@@ -326,6 +331,32 @@ class NodeMonitor:
                 workers = ask_workers_for_stacks(rank_asked.status, rank_asked.process)
                 stacks[state.rank] = with_workers(stacks[state.rank], workers)
         return stacks
+
+    def _await_dumps(
+        self,
+        states: Sequence[RankState],
+        records: Mapping[int, Mapping[str, Any] | None],
+        exits: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        """Have the living ranks dump their collectives, if the failure may be theirs, and wait until they have.
+
+        A rank that holds the interpreter, or is stopped, can't.
+        """
+        raised = [record for record in records.values() if record is not None]
+        is_of_peers = any(record["of_peers"] for record in raised)
+        is_aborted = any(end["status"] == -signal.SIGABRT for end in exits.values())
+        has_ended = bool(raised or exits)
+        if has_ended and not is_of_peers and not is_aborted:
+            return
+        asked = [self._ranks[state.rank].status for state in states if state.alive and state.silent_s < _SILENT_S]
+        for status in asked:
+            status.request_dump()
+        deadline = time.monotonic() + _DUMP_TIMEOUT_S
+        while time.monotonic() < deadline:
+            pages = [status.read() for status in asked]
+            if all(page.is_dumped or not page.can_dump for page in pages):
+                break
+            time.sleep(_POLL_S)
 
 
 def _crash_in(log: str) -> str | None:

@@ -18,8 +18,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from functools import partial
 from typing import Any, NoReturn, final
@@ -106,6 +106,10 @@ class StatusPage(ctypes.Structure):
         # checkpoint.monitor.
         ("validations", ctypes.c_int64),
         ("validated_value", ctypes.c_double),
+        # If the rank can dump its collectives, if the monitor wants it to, and if it has.
+        ("can_dump", ctypes.c_int64),
+        ("is_dump_wanted", ctypes.c_int64),
+        ("is_dumped", ctypes.c_int64),
     )
 
 
@@ -130,6 +134,8 @@ class RankStatus:
         self._memory = mmap.mmap(self.fd, _PAGE_BYTES)
         self._page = StatusPage.from_buffer(self._memory)
         self._is_registered = False
+        self._dump: Callable[[], None] | None = None
+        self._dumping = threading.Lock()
 
     @staticmethod
     def of_process(pid: int, fd: int) -> RankStatus:
@@ -197,6 +203,21 @@ class RankStatus:
         # The size comes last, so that a reader sees all of the record or nothing.
         self._page.record_bytes = len(data)
 
+    def set_dump(self, dump: Callable[[], None]) -> None:
+        """Set what dumps the collectives that this rank has begun. It may be called in a thread."""
+        self._dump = dump
+        self._page.can_dump = True
+
+    def dump_collectives(self) -> None:
+        """Dump the collectives that this rank has begun, unless it has no peers or has done it already."""
+        with self._dumping:
+            if self._dump is None or self._page.is_dumped:
+                return
+            # A full disk, or a run directory that is gone: there is another failure to report, and this is for it.
+            with suppress(OSError):
+                self._dump()
+            self._page.is_dumped = True
+
     def register(self) -> None:
         """Have `STACKS_SIGNAL` write the stacks of all threads, even if the main thread waits in C++. Main thread only.
 
@@ -223,6 +244,10 @@ class RankStatus:
     def read(self) -> StatusPage:
         """Return a copy of the page."""
         return StatusPage.from_buffer_copy(self._memory)
+
+    def request_dump(self) -> None:
+        """Have the rank dump the collectives that it has begun, within `HEARTBEAT_S` if it can."""
+        self._page.is_dump_wanted = True
 
     def failure(self) -> dict[str, Any] | None:
         """Return the record of what the rank raised, or None."""
@@ -296,6 +321,8 @@ def heartbeat(rank_status: RankStatus) -> Iterator[None]:
             # `_collectives` is 0 again once the group is destroyed.
             begun = max(begun, _collectives())
             rank_status.beat(begun)
+            if rank_status.read().is_dump_wanted:
+                rank_status.dump_collectives()
 
     rank_status.register()
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)

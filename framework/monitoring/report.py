@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -46,6 +46,8 @@ class FailureReport:
     living: Mapping[str, str] = field(default_factory=dict)
     # Ranks that others waited for earlier in the run.
     late: Sequence[Mapping[str, Any]] = ()
+    # After a time-out: the first collective that ranks disagree about.
+    collectives: str | None = None
     # None if it couldn't be written; `unsaved` says why.
     file: str | None = None
     unsaved: str | None = None
@@ -79,6 +81,7 @@ def report_failure(
     topology: Topology,
     attempt: int,
     is_last: bool,
+    compare_dumps: Callable[[Mapping[str, str]], Mapping[str, str | None]],
 ) -> FailureReport:
     """Make the report of one attempt and write it. Takes seconds.
 
@@ -90,6 +93,7 @@ def report_failure(
         exits: how ranks ended that weren't ended on purpose: rank, status (None: unknown), time, early.
         cause: sent to the other nodes.
         is_last: the run isn't restarted after this attempt.
+        compare_dumps: calls `flight_recorder.compare_dumps` in a process that has torch.
     """
     own = monitor.statement({end["rank"]: end for end in exits})
     statements = [own]
@@ -102,6 +106,11 @@ def report_failure(
         statements, silent = exchange.gather(own, cause=cause)
         silent_nodes = [_unreachable(node, topology, run_dir, silent_s=exchange.silent_for(node)) for node in silent]
     report = make_report(statements, world_size=topology.world_size, attempt=attempt, silent_nodes=silent_nodes)
+
+    failures = (report.first, *report.others)
+    if topology.world_size > 1 and any(failure.may_disagree for failure in failures):
+        prefix = str(run_dir.collectives_of(attempt=attempt))
+        report = replace(report, collectives=compare_dumps({"prefix": prefix})["difference"])
 
     file = run_dir.failure_of(node=monitor.node, attempt=attempt, is_last=is_last or report.first.is_final)
     report = replace(report, file=str(file), node=monitor.node)
@@ -262,6 +271,8 @@ def _rows(report: FailureReport) -> Iterator[tuple[str, list[str]]]:
         name = "closing" if first.kind is FailureKind.EXCEPTION else "stack"
         frames = list(main_stack(first.stacks))[:_SHOWN_FRAMES]
         yield name, [shown_frame(line) for line in frames]
+    if report.collectives is not None:
+        yield "calls", _wrapped(report.collectives)
     words = advice(first, world_size=report.world_size)
     if words:
         yield "try", _wrapped(words)

@@ -26,6 +26,8 @@ _MAX_WORKERS_ASKED = 8
 # Begins the stacks of a worker, after those of its rank.
 _WORKER = "Data worker, pid "
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+# In `flight_recorder.dump_before_abort`.
+_ABORT_HANDLER = " in handle_abort"
 # In the stack of a worker that isn't idle.
 _LOADING = "torch/utils/data/_utils/fetch.py"
 
@@ -143,13 +145,14 @@ def main_stack(stacks: str) -> Iterator[str]:
         if _LOADING in text:
             stacks = text
             break
+    # The main thread, the oldest, comes last. It begins with "Thread 0x", or with "Current thread 0x" if it was the one
+    # that handled the signal.
+    _, _, thread = stacks.rpartition("hread 0x")
     if stacks.startswith(CRASH):
-        mark = "Current thread "
-    else:
-        # The main thread, the oldest, comes last. It begins with "Thread 0x", or with "Current thread 0x" if it was
-        # the one that handled the signal.
-        mark = "hread 0x"
-    _, _, thread = stacks.rpartition(mark)
+        _, _, crashed = stacks.rpartition("Current thread ")
+        # A thread of gloo's that aborts the process has no frames but that one of ours.
+        if _ABORT_HANDLER not in crashed.partition("\n\n")[0]:
+            thread = crashed
     for line in thread.splitlines()[1:]:
         if not line.startswith("  File "):
             return

@@ -91,6 +91,10 @@ class RunDir:
         """Return the log of one rank."""
         return self.logs / f"rank_{rank}.log"
 
+    def collectives_of(self, *, attempt: int) -> Path:
+        """Return the path of the ranks' dumps of their collectives, without the number of the rank."""
+        return self.logs / f"collectives_attempt_{attempt}_rank_"
+
     def read_run(self) -> dict[str, Any]:
         """Return the content of `run.json`. Raises FileNotFoundError without one, RequestError if it is damaged."""
         try:
