@@ -51,6 +51,8 @@ class Job:
     needs_runs: ClassVar[bool] = False
     # True: it looks into the run of `run=RUN`, with the configuration in force at `step`.
     takes_run: ClassVar[bool] = False
+    # True: the configuration of `run=RUN` is the one in force after `step`, not at it.
+    continues_run: ClassVar[bool] = False
     # False: it is about one run, so it can't be part of a sweep (-m).
     sweepable: ClassVar[bool] = True
     # True: it makes training runs, which can be resumed and rerun, and lie directly in the recipe's folder.

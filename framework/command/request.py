@@ -64,6 +64,10 @@ class Request:
     fork_server: ForkServer | None = None
     # The directory to make for one of several runs of a command, which prints nothing itself.
     sub_run: Path | None = None
+    # A run directory that the job has made, for a run that begins with another one's checkpoint: see `branch_of`.
+    own_dir: Path | None = None
+    # For the run's record: `run`, `step` and more of the run that it branches off.
+    branch_of: Mapping[str, Any] | None = None
     # Set on rank 0 of ranks that torchrun, srun or Kubernetes started: its connection to the others.
     external_ranks: ExternalRanks | None = None
     # True: a training doesn't evaluate the test part at its end, so that trials aren't chosen by it.

@@ -277,7 +277,11 @@ def _load_at_step(path: str, typed: Sequence[str]) -> SavedRun:
     if not steps or type(steps[-1]) is not int or steps[-1] < 1:
         # `parse` says what is wrong with another value.
         return found
-    segment = segment_at(found.run_dir, steps[-1])
+    step = steps[-1]
+    jobs = [value_of(text) for text in typed if key_of(text) == "job"]
+    if jobs and load_job(jobs[-1]).continues_run:
+        step += 1
+    segment = segment_at(found.run_dir, step)
     return replace(found, raw=segment.config, overrides=segment.overrides or found.overrides)
 
 

@@ -133,6 +133,7 @@ def _run_start(request: Request) -> RunStart:
         arguments=arguments,
         topology=request.placement.topology,
         objects=objects,
+        branch_of=request.branch_of,
     )
 
 
@@ -278,6 +279,8 @@ def _content(file: Path) -> bytes | None:
 def _run_dir(request: Request, *, trains: bool) -> AbstractContextManager[RunDir]:
     """Return the run to resume, or a new one: below the recipe, and unless it is a training, below the job's name."""
     config = request.config
+    if request.own_dir is not None:
+        return nullcontext(RunDir(request.own_dir))
     if config.resume is not None:
         run_dir = run_of(config.resume)
         check_no_way_out(run_dir)

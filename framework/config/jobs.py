@@ -26,6 +26,7 @@ JOBS: Mapping[str, RegisteredJob] = {
     "parity": RegisteredJob("framework.jobs.parity:Parity"),
     "tune": RegisteredJob("framework.jobs.tune:Tune"),
     "replay": RegisteredJob("framework.jobs.replay:Replay"),
+    "branch": RegisteredJob("framework.jobs.branch:Branch"),
     "submit": RegisteredJob("framework.jobs.submit:Submit"),
     "runs": RegisteredJob("framework.jobs.runs:Runs", needs_torch=False),
     "compare": RegisteredJob("framework.jobs.compare:Compare", needs_torch=False),

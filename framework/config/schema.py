@@ -470,7 +470,8 @@ class Config:
     resume: str | None
     # The run directory whose configuration a new run uses.
     rerun: str | None = None
-    # The run that a job looks into, an optimizer step of it, counted from 1, and one of its ranks: for job=replay.
+    # The run that a job looks into, an optimizer step of it, counted from 1, and one of its ranks: for job=replay
+    # and branch.
     run: str | None = None
     step: int | None = bounded(at_least=1, default=None)
     rank: int | None = bounded(at_least=0, default=None)

@@ -26,25 +26,35 @@ def check_optimizer_and_schedule(config: Config, saved: dict[str, Any]) -> None:
     """
     configs_now = optimizer_configs(config.optimizer)
     configs_before = optimizer_configs(saved["optimizer"])
-    optimizers: list[tuple[Node, Node]] = []
     schedules: list[tuple[Node, Node]] = [(config.scheduler.schedule or {}, saved["scheduler"]["schedule"] or {})]
     if len(configs_now) == len(configs_before):
         for now, before in zip(configs_now, configs_before, strict=True):
-            optimizers.append((now.node, before.node))
             schedules.append((now.own_schedule, before.own_schedule))
 
-    for node_now, node_before in optimizers:
-        _check_same_target("optimizer", node_now, node_before)
+    check_optimizer(config.optimizer, saved["optimizer"])
     for node_now, node_before in schedules:
         _check_same_target("schedule", node_now, node_before)
+        _check_same_schedule(node_now, node_before)
+
+
+def check_optimizer(section: Node, saved: Node) -> None:
+    """Raise ConfigError if an optimizer's class or its groups are others than in the checkpoint.
+
+    Args:
+        section: the section `optimizer` of the configuration.
+        saved: that of the checkpoint.
+    """
+    configs_now = optimizer_configs(section)
+    configs_before = optimizer_configs(saved)
+    if len(configs_now) == len(configs_before):
+        for now, before in zip(configs_now, configs_before, strict=True):
+            _check_same_target("optimizer", now.node, before.node)
     if _choices(configs_now) != _choices(configs_before):
         raise ConfigError(
             "resume can't change which optimizer or group a parameter belongs to: the names and `params` in the "
             "section optimizer are others than in the checkpoint.\n"
             "Keep them, or start a new run from these weights with init_from."
         )
-    for node_now, node_before in schedules:
-        _check_same_schedule(node_now, node_before)
 
 
 def check_fold(config: Config, saved: dict[str, Any]) -> None:

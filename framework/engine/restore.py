@@ -19,7 +19,13 @@ from framework.config.yaml_files import load_yaml
 from framework.distributed.collectives import barrier
 from framework.distributed.seed import mix, restore_generator_states, seed_everything
 from framework.distributed.sharded import is_model_sharded
-from framework.engine.changed_settings import change_optimizers, check_fold, check_optimizer_and_schedule
+from framework.engine.branch_point import is_branch_point, with_changes
+from framework.engine.changed_settings import (
+    change_optimizers,
+    check_fold,
+    check_optimizer,
+    check_optimizer_and_schedule,
+)
 from framework.engine.initial_training import load_initial_training
 from framework.engine.setup import RankSetup
 from framework.engine.weights import complete_weights, load_initial_weights, loads_before_adapters
@@ -67,10 +73,14 @@ def _continue_checkpoints(setup: RankSetup, trainer: Trainer, checkpoint: LastUn
 def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
     """Load the whole state from the checkpoint `source`, but for the generators, which `Trainer.fit` restores."""
     saved_config = without_removed(with_present_names(load_yaml(source / "config.yaml")))
-    check_fold(setup.config, saved_config)
-    check_optimizer_and_schedule(setup.config, saved_config)
+    may_change = is_branch_point(setup, source)
+    if not may_change:
+        check_fold(setup.config, saved_config)
+        check_optimizer_and_schedule(setup.config, saved_config)
     model = trainer.state.bare_model
     if is_model_sharded(model):
+        # Its shards are those of the optimizer's parameters.
+        check_optimizer(setup.config.optimizer, saved_config["optimizer"])
         # Takes most of a second to import.
         from framework.checkpoint.sharded_state import load_sharded
 
@@ -89,8 +99,12 @@ def _resume(setup: RankSetup, trainer: Trainer, source: Path) -> None:
     is_changed = any(config.get(key) != saved_config.get(key) for key in ("trainer", "callbacks"))
     if is_changed and training.get("stop", {}).get("reason"):
         training = {**training, "stop": {"reason": None, "wishes": []}}
+    if may_change:
+        now = without_removed(with_present_names(config))
+        training = with_changes(trainer, training, now=now, before=saved_config)
     trainer.load_state_dict(training)
-    change_optimizers(setup.config, saved_config, trainer.state)
+    if not may_change:
+        change_optimizers(setup.config, saved_config, trainer.state)
     trainer.restore_generators = partial(
         _restore_generators, setup, checkpoint["generators"], step=trainer.progress.step
     )

@@ -3,7 +3,7 @@
 `format=json` (or `runs.format=json`) prints one object: `runs`, a list of directories, and for each of these sections a
 mapping from a name to a list with the value in each run, null for none. `runs.format=csv` has a row for each name.
 
-    run            status, time, steps
+    run            status, time, steps, and if one is a branch of another run, which one, and after which step
     metrics        of the best and the last validation and of the test, also those that are equal
     configuration  keys of config.yaml
     code           the git revision, and the files with uncommitted changes: lines added and removed

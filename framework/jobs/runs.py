@@ -12,10 +12,13 @@ further ones for the metrics:
     started    ISO 8601, with the time zone
     overrides  what was typed
     metrics    of the best validation (the last one if none is best) and of the test
+    branch_of  null, or of a branch (job=branch) the `run` that it branches off, and after which `step`
 
 `runs.filter` is one or several conditions, separated by spaces: a name, one of = != < <= > >=, and a value. The name is
 a column (all of the above but `metrics`), a metric or a key of the configuration. `*` in a text value matches anything.
 A run without that metric or key doesn't match. `runs.sort` takes the same names; runs without a value come last.
+
+In the order of `started`, the branches of a run are below it.
 
 Below the list of a sweep whose trials differ only in `sweep.over`, as seeds do, a table has a row for each setting.
 """
@@ -68,7 +71,14 @@ class Runs(Job):
         if settings.format == "csv":
             answer(csv_text(listed))
         elif not as_json:
-            text = list_text(listed, num_found=len(found.records), num_damaged=found.num_damaged, where=where)
+            text = list_text(
+                listed,
+                num_found=len(found.records),
+                num_damaged=found.num_damaged,
+                where=where,
+                # Another order is more important than which run is a branch of which.
+                as_tree=settings.sort == "started",
+            )
             tables = _tables_of_sweeps(paths or (), outputs=outputs)
             answer(shown("\n\n".join([text, *tables])))
         # It reads the metrics of all of them.

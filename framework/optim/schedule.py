@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -128,6 +129,25 @@ class Schedule:
         else:
             raise self._other_length(position_of(state), saved_length)
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Return True if a state from `state_dict` is of a schedule of this length, in a run of this length."""
+        if self._scheduler is None or self._total_steps is None:
+            return True
+        return state.get(_LENGTH) == self._total_steps and state.get(_RUN_LENGTH) in (None, self._run_steps)
+
+    def begin_at(self, *, steps: int, epochs: int) -> None:
+        """Step a schedule that is new, and its optimizer, as often as so many steps and epochs would have stepped it.
+
+        One that steps after validations stays as it is. It takes about 10 µs a step.
+        """
+        with warnings.catch_warnings():
+            # Torch warns that the optimizer makes no steps.
+            warnings.simplefilter("ignore")
+            for _ in range(steps):
+                self.step_after("step")
+            for _ in range(epochs):
+                self.step_after("epoch")
+
     @property
     def _can_stretch(self) -> bool:
         """True if the rate is a function of the step, which may know another length."""
@@ -239,6 +259,13 @@ class Schedules:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, schedule in self.named.items():
             schedule.load_state_dict(state[name])
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        return all(name in state and schedule.fits(state[name]) for name, schedule in self.named.items())
+
+    def begin_at(self, *, steps: int, epochs: int) -> None:
+        for schedule in self.named.values():
+            schedule.begin_at(steps=steps, epochs=epochs)
 
 
 def with_calls(state: Mapping[str, Any], calls: int) -> dict[str, Any]:

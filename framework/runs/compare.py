@@ -10,6 +10,7 @@ from typing import Any
 from framework.config.nested import flatten
 from framework.config.renamed import with_present_names, without_removed
 from framework.config.values import show
+from framework.remote.place import display_place
 from framework.runs.record import RunRecord
 from framework.system.formatting import format_duration, format_metric, format_table, terminal_width
 from framework.system.shown_text import printable
@@ -69,7 +70,22 @@ def _run(records: Sequence[RunRecord]) -> Section:
         section["status"].append(record.status)
         section["time"].append(format_duration(record.seconds))
         section["steps"].append(results.get("steps"))
+    points = [_branch_text(record, records) for record in records]
+    if any(points):
+        section["branch of"] = points
     return section
+
+
+def _branch_text(record: RunRecord, records: Sequence[RunRecord]) -> str | None:
+    """Return the run that a run branches off, by its number if it is among `records`, and after which step."""
+    point = record.branch_point
+    if point is None:
+        return None
+    name = display_place(point.run)
+    for number, other in enumerate(records, start=1):
+        if other.run_dir.path.resolve() == point.run.resolve():
+            name = str(number)
+    return f"{name} after step {point.step:,}"
 
 
 def _compared_keys(config: Mapping[str, Any]) -> dict[str, Any]:

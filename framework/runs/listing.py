@@ -16,6 +16,7 @@ from typing import Any
 from framework.config.nested import walk
 from framework.config.suggest import did_you_mean, nearest
 from framework.errors import ConfigError
+from framework.remote.place import display_place
 from framework.runs.record import COLUMNS, MISSING, RunRecord
 from framework.system.columns import GAP, aligned, column_sizes, lines_below, table_width
 from framework.system.formatting import format_count, format_duration, format_metric, terminal_width
@@ -140,6 +141,10 @@ def plain(record: RunRecord) -> dict[str, Any]:
     columns["started"] = record.started.isoformat()
     columns["overrides"] = list(record.overrides)
     columns["metrics"] = record.metrics
+    columns["branch_of"] = None
+    point = record.branch_point
+    if point is not None:
+        columns["branch_of"] = {"run": display_place(point.run), "step": point.step}
     return columns
 
 
@@ -150,6 +155,9 @@ def csv_text(records: Sequence[RunRecord]) -> str:
         row = plain(record)
         metrics = row.pop("metrics")
         row["overrides"] = " ".join(row["overrides"])
+        point = row.pop("branch_of")
+        if point is not None:
+            row["branch_of"] = f"{point['run']} step {point['step']}"
         rows.append(row | metrics)
 
     names = dict.fromkeys(COLUMNS)
@@ -170,10 +178,13 @@ def csv_cell(value: Any) -> Any:
     return value
 
 
-def list_text(records: Sequence[RunRecord], *, num_found: int, num_damaged: int, where: str) -> str:
+def list_text(
+    records: Sequence[RunRecord], *, num_found: int, num_damaged: int, where: str, as_tree: bool = False
+) -> str:
     """Return the table of the runs, and their number by status.
 
     Args:
+        as_tree: Put the branches of a run below it.
         num_found: Before `runs.filter`.
         num_damaged: Further runs, which can't be read.
     """
@@ -190,13 +201,52 @@ def list_text(records: Sequence[RunRecord], *, num_found: int, num_damaged: int,
     total = format_count(num_found, "run")
     if len(records) < num_found:
         total = f"{len(records):,} of {total}"
-    return "\n".join([*table_lines(records, width=terminal_width()), "", f"{total} in {where}: {counts}{damaged}"])
+    names = {record.run: record.run for record in records}
+    if as_tree:
+        names = _tree(records)
+        by_run = {record.run: record for record in records}
+        records = [by_run[run] for run in names]
+    lines = table_lines(records, width=terminal_width(), names=names)
+    return "\n".join([*lines, "", f"{total} in {where}: {counts}{damaged}"])
 
 
-def table_lines(records: Sequence[RunRecord], *, width: int) -> list[str]:
-    """Return a header and a line for each run. If `width` is too narrow, some columns go on lines below it."""
+def _tree(records: Sequence[RunRecord]) -> dict[str, str]:
+    """Return the runs, each above its branches, and how each is named in the list."""
+    by_place = {record.run_dir.path.resolve(): record for record in records}
+    branches: dict[str, list[tuple[RunRecord, int]]] = {}
+    roots = []
+    for record in records:
+        point = record.branch_point
+        parent = None
+        if point is not None:
+            parent = by_place.get(point.run.resolve())
+        if point is None or parent is None or parent is record:
+            roots.append(record)
+        else:
+            branches.setdefault(parent.run, []).append((record, point.step))
+
+    names = {}
+    stack = [(record, record.run, 0) for record in reversed(roots)]
+    while stack:
+        record, name, depth = stack.pop()
+        names[record.run] = name
+        for branch, step in reversed(branches.get(record.run, [])):
+            stack.append((branch, f"{'  ' * depth}└ {branch.run} after step {step:,}", depth + 1))
+    # Records that somebody has edited may name each other.
+    return names | {record.run: record.run for record in records if record.run not in names}
+
+
+def table_lines(records: Sequence[RunRecord], *, width: int, names: Mapping[str, str]) -> list[str]:
+    """Return a header and a line for each run. If `width` is too narrow, some columns go on lines below it.
+
+    names: how each run is named in the table.
+    """
     shared = _shared_overrides(records)
-    rows = [dict(zip(_HEAD, _cells(record, shared), strict=True)) for record in records]
+    rows = []
+    for record in records:
+        row = dict(zip(_HEAD, _cells(record, shared), strict=True))
+        row["run"] = printable(names[record.run])
+        rows.append(row)
     header = {name: name for name in _HEAD}
     sizes = column_sizes([header, *rows])
 

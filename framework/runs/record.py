@@ -64,6 +64,8 @@ class RunStart:
     topology: Topology
     # Pickled: the objects that a call from Python gave; None if there are none.
     objects: bytes | None = None
+    # Of a run that branches off another one: that run, the step, and more.
+    branch_of: Mapping[str, Any] | None = None
 
 
 def record_start(run_dir: RunDir, start: RunStart) -> None:
@@ -138,6 +140,8 @@ def _start_facts(start: RunStart) -> dict[str, Any]:
     }
     if start.raw.get("rerun") is not None:
         facts["rerun_of"] = start.raw["rerun"]
+    if start.branch_of is not None:
+        facts["branch_of"] = dict(start.branch_of)
     return facts
 
 
@@ -260,6 +264,7 @@ _FACTS: Mapping[str, type] = {
     "modules": dict,
     "profile": dict,
     "segments": list,
+    "branch_of": dict,
 }
 _REQUIRED = ("status", "started", "recipe", "job", "overrides")
 _GIT: Mapping[str, type] = {"revision": str, "diff": str}
@@ -269,6 +274,16 @@ _WRONG_CONTENT = (RequestError, OSError, KeyError, TypeError, ValueError, Attrib
 
 class DamagedRunError(ConfigError):
     """The records of a run can't be read, or aren't what a run records."""
+
+
+@dataclass(frozen=True)
+class BranchPoint:
+    """Where a run branches off another one."""
+
+    # The directory of the other run.
+    run: Path
+    # Its last step that is part of this run, too.
+    step: int
 
 
 @dataclass(frozen=True)
@@ -308,6 +323,14 @@ class RunRecord:
         if status == "running" and not is_locked(self.run_dir) and not is_copy(self.run_dir.path):
             return "crashed"
         return status
+
+    @property
+    def branch_point(self) -> BranchPoint | None:
+        """Return where the run begins if it branches off another one; None if it doesn't."""
+        facts = self.facts.get("branch_of")
+        if facts is None:
+            return None
+        return BranchPoint(Path(facts["run"]), int(facts["step"]))
 
     @property
     def monitor(self) -> str | None:
@@ -479,6 +502,9 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
         for name in ("started", "ended"):
             _check_kind(start, name, str)
     check_segments(facts)
+    if facts.get("branch_of") is not None:
+        _check_kind(facts["branch_of"], "run", str, is_optional=False)
+        _check_kind(facts["branch_of"], "step", int, is_optional=False)
     for override in facts["overrides"]:
         if not isinstance(override, str):
             raise TypeError(f"{override!r} among its overrides, which isn't a text")

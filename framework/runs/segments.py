@@ -114,10 +114,12 @@ def _in_force(record: Mapping[str, Any]) -> dict[str, Any]:
 def _full_entries(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the entries of a record, each with all that was in force.
 
-    A run of an earlier version has none. If it was started once, it began at step 0 with what its record has.
+    A run of an earlier version has none, and one that hasn't begun to train. If it was started once, it began at step 0
+    with what its record has, unless it is a branch of another run.
     """
     if SEGMENTS not in record:
-        if "started" not in record or record.get("earlier"):
+        is_known = "started" in record and not record.get("earlier") and "branch_of" not in record
+        if not is_known:
             return []
         return [{"step": 0, "started": record["started"], **_in_force(record)}]
 

@@ -18,7 +18,7 @@ from tests.helpers.command import ROOT, run_framework
 from tests.helpers.internals import JOBS, compose, json_text, only_answers_on_stdout, tolerant_output
 
 SHORT = ("recipe=toy", "trainer.max_steps=20", "trainer.val_check_interval=10", "logger=jsonl")
-OF_A_RUN = {"run", "monitor", "best", "last", "seconds", "started", "overrides", "metrics"}
+OF_A_RUN = {"run", "monitor", "best", "last", "seconds", "started", "overrides", "metrics", "branch_of"}
 OF_ALL = {"job", "recipe", "status", "exit_status", "results", "failure"}
 
 

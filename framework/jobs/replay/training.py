@@ -125,13 +125,16 @@ class ReplayTraining(Train):
         return ""
 
 
-def replay(request: Request, start: Start, *, until: int, callbacks: Mapping[str, Node], folder: Path) -> JobResult:
+def replay(
+    request: Request, start: Start, *, until: int, callbacks: Mapping[str, Node], folder: Path, saves: bool = False
+) -> JobResult:
     """Train from `start` until `until` optimizer steps are done, in the new directory `folder`.
 
     Steps between the checkpoint and a resume with other settings are repeated with the settings of that time.
 
     Args:
         callbacks: what looks on. One with a method `observe_trainer` gets the trainer before the first step.
+        saves: save a checkpoint at the end.
 
     Raises:
         FrameworkError: a request that can't be met.
@@ -144,7 +147,7 @@ def replay(request: Request, start: Start, *, until: int, callbacks: Mapping[str
         is_last = number == len(legs)
         # What is typed differs from what was in force.
         raw = apply_typed(leg.segment.config, before=in_force.config, after=request.raw, typed=())
-        raw = _training_config(raw, leg.segment, checkpoint=checkpoint, saves=not is_last)
+        raw = _training_config(raw, leg.segment, checkpoint=checkpoint, saves=saves or not is_last)
         stop = {"_target_": "framework.jobs.replay.rank.StopAfter", "step": leg.until}
         raw["callbacks"] = {**raw["callbacks"], **(callbacks if is_last else {}), "replay_end": stop}
         training = training_request(request, raw)

@@ -32,6 +32,7 @@ from framework.config.secrets import masked_arguments
 from framework.config.yaml_files import dump_yaml
 from framework.errors import ConfigError
 from framework.monitoring.report import FailureReport, render
+from framework.remote.place import display_place
 from framework.runs.compare import Section, cell, compare, metrics
 from framework.runs.profile import ProfileTables, profile_tables
 from framework.runs.record import DamagedRunError, RunRecord, metric_names, read_run
@@ -182,6 +183,9 @@ def _run(number: int, record: RunRecord) -> dict[str, Any]:
     facts["started"] = f"{record.started:%Y-%m-%d %H:%M}"
     facts["typed"] = " ".join(record.overrides)
     facts["rerun of"] = record.facts.get("rerun_of", "")
+    point = record.branch_point
+    if point is not None:
+        facts["branch of"] = f"{display_place(point.run)} after step {point.step:,}"
     if "earlier" in record.facts:
         facts["resumed"] = format_count(len(record.facts["earlier"] or []), "time")
     return {

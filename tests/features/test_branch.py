@@ -1,0 +1,172 @@
+"""`job=branch`: a new run continues from a step of another one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import results
+
+SHORT = (
+    "recipe=toy",
+    "logger=[jsonl,tensorboard]",
+    "trainer.max_steps=40",
+    "trainer.limit_test_batches=0",
+    "trainer.val_check_interval=20",
+    "trainer.log_every_n_steps=5",
+    "checkpoint.every_n_steps=10",
+    "checkpoint.save_top_k=-1",
+)
+
+
+@pytest.fixture
+def whole_run(shared_run):
+    return shared_run(*SHORT)
+
+
+def branch(train, run: Path, step: int, *changes: str, status: int = 0) -> Path:
+    made: Path = train("job=branch", f"run={run}", f"step={step}", *changes, status=status)
+    return made
+
+
+def branch_of(run: Path) -> dict[str, object]:
+    facts: dict[str, object] = results.run_file(run)["branch_of"]
+    return facts
+
+
+def test_a_branch_without_changes_is_the_run_itself(train, whole_run, capfd):
+    made = branch(train, whole_run, 20)
+    results.assert_same(results.weights(made), results.weights(whole_run))
+    curve = results.curve(whole_run, "train/loss")
+    assert results.curve(made, "train/loss") == {step: loss for step, loss in curve.items() if step > 20}
+    assert [event.step for event in results.events(made).Scalars("train/loss")] == [25, 30, 35, 40]
+    assert branch_of(made) == {
+        "run": str(whole_run),
+        "step": 20,
+        "checkpoint": "step_00000020",
+        "repeated": 0,
+        "changed": {},
+    }
+    assert f"Branching off {whole_run} after step 20" in capfd.readouterr().out
+    # It takes no space.
+    model = Path("checkpoints/step_00000020/model.pt")
+    assert (made / model).samefile(whole_run / model)
+
+
+def test_a_branch_between_checkpoints_repeats_the_steps_before_it(train, whole_run, capfd):
+    made = branch(train, whole_run, 27)
+    results.assert_same(results.weights(made), results.weights(whole_run))
+    curve = results.curve(whole_run, "train/loss")
+    assert results.curve(made, "train/loss") == {step: loss for step, loss in curve.items() if step > 27}
+    assert (branch_of(made)["checkpoint"], branch_of(made)["repeated"]) == ("step_00000020", 7)
+    assert "Repeating 7 steps" in capfd.readouterr().out
+    assert results.saved_steps(made) == [27, 30, 40]
+    assert sorted(path.name for path in made.iterdir() if path.name.startswith(".")) == []
+
+
+def test_what_is_typed_holds_from_the_step_on(train, whole_run, capfd):
+    made = branch(train, whole_run, 15, "optimizer.lr=0.02", "trainer.max_steps=20", "trainer.log_every_n_steps=1")
+    assert set(results.curve(made, "train/lr").values()) == {0.02}
+    assert branch_of(made)["changed"] == {
+        "optimizer.lr": [0.001, 0.02],
+        "trainer.max_steps": [40, 20],
+        "trainer.log_every_n_steps": [5, 1],
+    }
+    assert "  optimizer.lr=0.02 (it was 0.001)" in capfd.readouterr().out
+    # The steps before it were repeated with the old one.
+    same = branch(train, whole_run, 15)
+    results.assert_same(results.weights(made, "step_00000015"), results.weights(same, "step_00000015"))
+
+
+def test_the_branch_has_what_was_in_force_after_the_step(train):
+    """The run was resumed with another learning rate at step 20, and has no checkpoint of that time."""
+    run = train(*SHORT, "trainer.max_steps=20")
+    train(f"resume={run}", "optimizer.lr=0.02", "trainer.max_steps=40")
+    shutil.rmtree(run / "checkpoints" / "step_00000020")
+    results.assert_same(results.weights(branch(train, run, 20)), results.weights(run))
+    results.assert_same(results.weights(branch(train, run, 25)), results.weights(run))
+
+
+CHANGES = (
+    ("optimizer=sgd",),
+    ("scheduler=step", "scheduler.schedule.step_size=2"),
+    ("trainer.max_steps=60", "scheduler=cosine"),
+    ("seed=7",),
+    ("data.global_batch_size=10",),
+    ("callbacks=[ema]",),
+    ("topology.procs_per_node=2",),
+    ("data.folds=5", "data.fold=1"),
+)
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: changes[0])
+def test_any_key_may_change(train, whole_run, changes):
+    """A resume from the branch point, as after a kill before the first checkpoint, may have the changes as well."""
+    made = branch(train, whole_run, 20, *changes)
+    again = Path(shutil.copytree(made, made.with_name("again"), symlinks=True))
+    train(f"resume={again}/checkpoints/step_00000020")
+    assert results.results(made)["steps"] >= 40
+    results.assert_same(results.weights(again), results.weights(made))
+
+
+def test_a_resume_of_the_branch_may_not_change_more(train, whole_run):
+    made = branch(train, whole_run, 20, "optimizer=sgd", "trainer.max_steps=30")
+    train(f"resume={made}", "optimizer=adamw", status=2)
+
+
+def test_another_schedule_goes_on_as_if_it_had_been_used_before(train, whole_run):
+    schedule = (
+        "scheduler=step",
+        "scheduler.interval=step",
+        "scheduler.schedule.step_size=8",
+        "scheduler.schedule.gamma=0.5",
+    )
+    made = branch(train, whole_run, 20, *schedule, "trainer.log_every_n_steps=1", "optimizer.lr=0.08")
+    rates = results.curve(made, "train/lr")
+    assert [rates[step] for step in (21, 24, 25, 32, 33)] == pytest.approx([0.02, 0.02, 0.01, 0.01, 0.005])
+
+
+def test_a_branch_of_a_branch(train, whole_run, capfd):
+    first = branch(train, whole_run, 10)
+    second = branch(train, first, 25)
+    results.assert_same(results.weights(second), results.weights(whole_run))
+    assert branch_of(second)["run"] == str(first)
+    capfd.readouterr()
+    branch(train, first, 5, status=2)
+    assert f"begins after step 10 of {whole_run}, which has computed step 6" in capfd.readouterr().err
+
+
+def test_a_branch_resumes_exactly(train, whole_run):
+    made = branch(train, whole_run, 17, "trainer.max_steps=25")
+    train(f"resume={made}", "trainer.max_steps=40")
+    results.assert_same(results.weights(made), results.weights(whole_run))
+    assert results.repeated(made) == {}
+
+
+def test_a_branch_can_be_rerun_and_resumed_by_its_own_commands(train, whole_run):
+    made = branch(train, whole_run, 20, "optimizer.lr=0.02", "trainer.max_steps=25")
+    overrides = results.run_file(made)["overrides"]
+    assert "optimizer.lr=0.02" in overrides
+    assert not [text for text in overrides if text.startswith(("job=", "run=", "step="))]
+    assert results.results(train(f"rerun={made}", "logger=jsonl"))["steps"] == 25
+
+
+WRONG = (
+    (("step=99",), "has made 40 steps, as far as its records show. Use step=40."),
+    ((), "job=branch needs step"),
+    (
+        ("step=20", "model._target_=torch.nn.Linear", "+model.in_features=10", "+model.out_features=5"),
+        "don't fit the model",
+    ),
+    (("step=20", "topology.nnodes=2", "topology.rdzv_endpoint=here:1"), "starts on one machine"),
+    (("step=20", "trainer.fast_dev_run=true"), "it writes no checkpoints"),
+)
+
+
+@pytest.mark.parametrize(("typed", "answer"), WRONG)
+def test_a_wrong_request_leaves_no_run(train, whole_run, tmp_path, capfd, typed, answer):
+    train("job=branch", f"run={whole_run}", *typed, status=2)
+    assert answer in capfd.readouterr().err
+    assert list((tmp_path / "outputs").glob("*/*")) == []
