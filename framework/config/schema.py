@@ -299,6 +299,12 @@ class PlanConfig:
     format: Literal["text", "json"]
     # The number of training samples, if the data set isn't there to be counted.
     train_samples: int | None = bounded(at_least=1)
+    # Measure for some seconds how long this CPU takes for the operators of a step.
+    measure: bool = False
+    # The run of a job=preflight, or its preflight.json, whose times the exchange between ranks takes.
+    preflight: str | None = None
+    # Of a node, in any currency.
+    price_per_hour: float | None = bounded(default=None, at_least=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

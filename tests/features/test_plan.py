@@ -115,6 +115,13 @@ class Broken(nn.Module):
         print("printed by the model")
         raise FloatingPointError("its own mistake")
 
+from framework.tasks import Supervised
+
+class ReadsLosses(Supervised):
+    def training_step(self, model, batch):
+        output = super().training_step(model, batch)
+        assert output.loss.item() > 0
+        return output
 """
 
 
@@ -137,3 +144,52 @@ def test_a_model_mistake_is_shown_with_its_line(answer):
     assert (status, out) == (2, "")
     assert "FloatingPointError: its own mistake" in err
     assert f"{Path('mine.py').resolve()}, line 16" in err
+
+
+def test_a_measured_step_gives_the_time_and_the_cost_of_the_run(plan, answer):
+    short = ("recipe=toy", "trainer.gpus=0", "trainer.max_steps=720", "plan.measure=true")
+    found = plan(*short, "plan.price_per_hour=5")
+    time = found["time"]
+    assert found["steps"]["total"] == 720
+    assert time["hours"] == pytest.approx(time["step_s"] * 720 / 3600)
+    assert time["cost"] == pytest.approx(time["hours"] * 5)
+    assert sum(time["parts"].values()) == pytest.approx(time["step_s"])
+    assert time["parts"][time["bound_by"]] == max(time["parts"].values())
+    assert (time["parts"]["exchange"], time["notes"]) == (0, [])
+    # Of the two layers, without the gradient of the data: 20 samples, 10 × 10 and 10 × 5 weights.
+    assert time["flops"] == 2 * 20 * (2 * 100 + 3 * 50)
+
+    _, out, _ = answer(*short)
+    assert "each operator of a step was measured here" in out
+    assert "plan.measure" not in out.partition("Start it")[2]
+
+
+PREFLIGHT = {
+    "checks": [
+        {"name": "broadcast", "points": [{"size_bytes": 4, "seconds": 9.0}]},
+        {"name": "all_reduce", "points": [{"size_bytes": 460, "seconds": 1.0}, {"size_bytes": 860, "seconds": 5.0}]},
+    ]
+}
+
+
+def test_the_exchange_takes_what_a_preflight_measured(plan, answer, tmp_path):
+    two = ("recipe=toy", "trainer.gpus=0", "topology.procs_per_node=2", "plan.measure=true")
+    (note,) = plan(*two)["time"]["notes"]
+    assert "The exchange between ranks isn't counted: plan.preflight=RUN" in note
+
+    (tmp_path / "preflight.json").write_text(json.dumps(PREFLIGHT))
+    found = plan(*two, f"plan.preflight={tmp_path}")
+    assert found["traffic"]["reduced"] == 660
+    # Halfway between the two sizes.
+    assert found["time"]["parts"]["exchange"] == 3.0
+    assert (found["time"]["bound_by"], found["time"]["notes"]) == ("exchange", [])
+
+    status, _, err = answer(*two, "plan.preflight=nowhere")
+    assert status == 2
+    assert "plan.preflight=nowhere" in err
+
+
+def test_a_step_that_cannot_be_traced_has_no_time(answer):
+    status, out, err = answer("recipe=toy", "trainer.gpus=0", "plan.measure=true", "task._target_=mine.ReadsLosses")
+    assert (status, err) == (0, "")
+    assert "Note: The time of a step can't be forecast here: " in out

@@ -1,6 +1,6 @@
 """Estimate sizes and steps of a run, with the model on the meta device: no GPU, no memory, no other process.
 
-The result is the same on every machine.
+The result is the same on every machine, except for the time with `plan.measure`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,22 @@ def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
     From now on this process can neither download nor connect to another machine.
     """
     sys.addaudithook(_refuse_side_effects)
-    return facts(parse(arguments["config"]), Topology(**arguments["topology"]), backend=arguments["backend"])
+    config = parse(arguments["config"])
+    topology = Topology(**arguments["topology"])
+    backend = arguments["backend"]
+    estimates = facts(config, topology, backend=backend)
+    if config.plan.measure:
+        # It imports what only this needs.
+        from framework.jobs.plan.duration import measured_time
+
+        estimates["time"] = measured_time(
+            config,
+            topology,
+            backend=backend,
+            reduced_bytes=estimates["traffic"]["reduced"],
+            total_steps=estimates["steps"]["total"],
+        )
+    return estimates
 
 
 def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]:

@@ -28,6 +28,10 @@ null means unknown, and `notes` says why):
                    2(W−1)/W of that; for a sharded model with the gathered weights)
     exchanges_every  optimizer steps from one exchange to the next; if more than 1, weights are exchanged
     checkpoint     approximate bytes of a checkpoint; null also if none is saved
+    time           with plan.measure: device, threads, step_s and its parts in seconds: compute and memory (operators
+                   that the one or the other bounds), overhead (Python, autograd), exchange, data; bound_by (the
+                   largest part), flops (of a step on each rank), mfu (their share of what matrix products reach here),
+                   hours (of all steps; null if their number is unknown), cost (with plan.price_per_hour); notes
     run_dir        the pattern of its path
     environment    common: variables that are the same for all ranks; first_rank and last_rank: the others
     commands       framework, torchrun, srun: lists of words; HOST:29400 stands for an endpoint that wasn't given, NODE

@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from framework.config.topology import Topology
-from framework.system.formatting import format_bytes, format_count, format_table
+from framework.system.formatting import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_rate,
+    format_seconds,
+    format_table,
+)
 
 _WIDTH = 100
 # Of more ranks, the first and the last ones are shown.
@@ -40,6 +47,8 @@ def render(plan: Mapping[str, Any], topology: Topology) -> str:
     ]
     if len(plan["groups"]) > 1:
         parts.append(_group_table(plan["groups"]))
+    if "time" in plan:
+        parts += _time_parts(plan["time"])
     parts.append("\n".join(_start_lines(plan["commands"], topology)))
     parts += [f"Note: {note}" for note in plan["notes"]]
     return "\n\n".join(parts)
@@ -66,6 +75,28 @@ def _facts(plan: Mapping[str, Any], topology: Topology) -> list[tuple[str, str]]
             settings = [f"{name}={value}" for name, value in variables.items()]
             facts.append((titles[key], " ".join(settings)))
     return facts
+
+
+def _time_parts(time: Mapping[str, Any]) -> list[str]:
+    """Return how long a step and the run take, and what that rests on."""
+    notes = [f"Note: {note}" for note in time["notes"]]
+    if time["step_s"] is None:
+        return notes
+    shares = []
+    for part, seconds in time["parts"].items():
+        if seconds:
+            shares.append(f"{part} {seconds / time['step_s']:.0%}")
+    facts = [
+        ("a step", f"{format_seconds(time['step_s'])}, bound by {time['bound_by']}: {', '.join(shares)}"),
+        ("arithmetic", f"{format_rate(time['flops'], 'FLOP')} on each rank, MFU {time['mfu']:.0%}"),
+    ]
+    if time["hours"] is not None:
+        facts.append(("all steps", f"{format_duration(time['hours'] * 3600)} without evaluations and checkpoints"))
+    if time["cost"] is not None:
+        facts.append(("cost", f"{time['cost']:,.2f}"))
+    threads = format_count(time["threads"], "thread")
+    title = f"Time on {time['device']}, {threads} a process: each operator of a step was measured here"
+    return [f"{title}\n{format_table(facts, width=_WIDTH)}", *notes]
 
 
 def _start_lines(commands: Mapping[str, Sequence[str]], topology: Topology) -> list[str]:

@@ -56,7 +56,7 @@ def trace_step(config: Config, topology: Topology, *, backend: str, is_fake: boo
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         rank_status = stack.enter_context(closing(RankStatus()))
-        setup = _setup(config, topology, backend=backend, run_dir=RunDir(Path(folder)), rank_status=rank_status)
+        setup = rank_setup(config, topology, backend=backend, run_dir=RunDir(Path(folder)), rank_status=rank_status)
         datasets, setup = prepare_data(setup)
         datasets = apply_overfit_batches(datasets, setup.config.trainer, setup.plan)
         train_loader = make_train_loader(setup, datasets)
@@ -85,7 +85,9 @@ def trace_step(config: Config, topology: Topology, *, backend: str, is_fake: boo
         return tracer.trace()
 
 
-def _setup(config: Config, topology: Topology, *, backend: str, run_dir: RunDir, rank_status: RankStatus) -> RankSetup:
+def rank_setup(
+    config: Config, topology: Topology, *, backend: str, run_dir: RunDir, rank_status: RankStatus
+) -> RankSetup:
     """Return the set-up of rank 0 on the CPU, without what has no part in a step."""
     config = replace(
         config,

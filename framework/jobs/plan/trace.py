@@ -36,6 +36,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 from torch.utils.hooks import RemovableHandle
 
+from framework.jobs.plan.calls import Call
+
 # Categories of memory.
 WEIGHTS: Final = "weights"
 GRADIENTS: Final = "gradients"
@@ -100,6 +102,8 @@ class Operator:
     recomputed: bool
     # What it takes while it runs, beyond its results.
     workspace_bytes: int = 0
+    # To make it again; None for an operator that stands in for another one.
+    call: Call | None = None
 
 
 @dataclass(slots=True)
@@ -472,6 +476,7 @@ def _operator(
         dtype,
         tuple(tuple(tensor.shape) for tensor in inputs),
         recomputed,
+        call=Call.of(func, args, kwargs),
     )
 
 
