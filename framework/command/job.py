@@ -57,6 +57,8 @@ class Job:
     sweepable: ClassVar[bool] = True
     # True: it makes training runs, which can be resumed and rerun, and lie directly in the recipe's folder.
     trains: ClassVar[bool] = False
+    # "module:function" that forecasts the memory, for the report of a rank that ran out of it.
+    forecast: ClassVar[str | None] = None
     # The configuration's sections that only this job reads.
     sections: ClassVar[tuple[str, ...]] = ()
 
@@ -83,6 +85,7 @@ class Job:
             title=self.title(request.config),
             text=lambda run_dir, status: self.text(request, run_dir, status=status),
             trains=self.trains,
+            forecast=self.forecast,
         )
 
     def title(self, config: Config) -> str:

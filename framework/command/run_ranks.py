@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from framework.command.launcher import Placement
@@ -20,13 +21,21 @@ from framework.command.mirroring import make_local_outputs, mirroring
 from framework.command.request import JobResult, Request
 from framework.config.find_run import is_run, run_of
 from framework.config.schema import Config
-from framework.errors import EXIT_STOPPED, EXIT_WRONG_REQUEST, FrameworkError, RequestError, StoppedBySignalError
+from framework.errors import (
+    EXIT_STOPPED,
+    EXIT_WRONG_REQUEST,
+    FrameworkError,
+    LaunchError,
+    RequestError,
+    StoppedBySignalError,
+)
 from framework.launch.base import Part
 from framework.launch.cluster_environment import split_endpoint
+from framework.launch.fork_server import call_in_child
 from framework.launch.plan import LaunchPlan, NodeSetup, Outcome
 from framework.launch.run_spec import RunSpec, make_visible
 from framework.monitoring.node_monitor import Limits
-from framework.monitoring.report import FailureReport, render
+from framework.monitoring.report import FailureReport, add_forecast, render
 from framework.remote.place import RemotePlace, note_trained_here, outputs_folder
 from framework.runs.record import RunStart, record_end, record_start
 from framework.system.files import read_bytes
@@ -42,12 +51,19 @@ from framework.system.run_dir import (
 from framework.system.shown_text import shown
 
 _STATUS = {0: "finished", EXIT_STOPPED: "stopped"}
+_FORECAST_S = 60.0
 # In the run directory itself.
 _RECORDS = ("*.json", "*.yaml")
 
 
 def run_ranks(
-    request: Request, *, entry: str, title: str, text: Callable[[RunDir, int], str], trains: bool
+    request: Request,
+    *,
+    entry: str,
+    title: str,
+    text: Callable[[RunDir, int], str],
+    trains: bool,
+    forecast: str | None = None,
 ) -> JobResult:
     """Run `entry` ("module:function") on every rank, in a run directory. No rank survives this call.
 
@@ -58,6 +74,7 @@ def run_ranks(
         title: the first word of the first line, such as "Training".
         text: returns the last lines, given the run directory and the exit status.
         trains: True: it is a training run, which can be resumed.
+        forecast: "module:function", called after a rank ran out of memory; see `plan.forecast`.
     """
     placement = request.placement
     setup = _node_setup(request, placement, trains=trains)
@@ -85,6 +102,8 @@ def run_ranks(
 
             plan = _launch_plan(request, setup, run_dir, entry=entry)
             outcome = _launch_recorded(part.launch, plan, trains=trains)
+            if outcome.failure is not None and forecast is not None and not is_quiet:
+                outcome = replace(outcome, failure=_with_forecast(outcome.failure, request, forecast))
 
             if outcome.error is not None and request.call is None and not isinstance(outcome.error, FrameworkError):
                 # For a debugger, and with Python's own traceback.
@@ -103,6 +122,28 @@ def run_ranks(
             if run_dir.run_file.exists():
                 score = run_dir.read_run().get("results", {}).get("score")
             return JobResult(outcome.status, run_dir, score=score, failure=outcome.failure, error=outcome.error)
+
+
+def _with_forecast(report: FailureReport, request: Request, entry: str) -> FailureReport:
+    """Return the report with a forecast of the memory, if a rank ran out of it while training."""
+    memory = report.first.memory
+    if memory is None:
+        return report
+    arguments = {
+        "config": dict(request.raw),
+        "topology": asdict(request.placement.topology),
+        "backend": request.placement.backend,
+        "capacity_bytes": memory["capacity_bytes"],
+    }
+    try:
+        purpose = "forecast the memory"
+        forecast = call_in_child(request.fork_server, entry, arguments, timeout_s=_FORECAST_S, purpose=purpose)
+    except LaunchError:
+        # The failure itself is still to be reported.
+        forecast = {"note": f"There is no forecast: it took more than {_FORECAST_S:g} s."}
+    except FrameworkError as error:
+        forecast = {"note": f"There is no forecast: {error}"}
+    return add_forecast(report, forecast)
 
 
 def _mirroring(request: Request, run_dir: RunDir) -> AbstractContextManager[object]:

@@ -23,6 +23,7 @@ from framework.engine.builders.model import check_validation_step
 from framework.engine.data_checks import check_metrics, check_validation, monitored, streams_of
 from framework.engine.limits import apply_overfit_batches
 from framework.engine.loaders import make_eval_loaders, make_train_loader, prepare_data
+from framework.engine.out_of_memory import memory_at_failure
 from framework.engine.overview import introduce
 from framework.engine.own_checkpoint import own_checkpoint
 from framework.engine.restore import restore
@@ -164,7 +165,9 @@ def _train(
         return None
     except BaseException as error:
         # Recorded before anything is closed; see `MonitorLink.recording`.
-        setup.link.record_failure(error)
+        snapshot = setup.run_dir.logs / f"memory_rank_{setup.context.rank}.pickle"
+        memory = memory_at_failure(error, trainer, snapshot=snapshot)
+        setup.link.record_failure(error, memory=memory)
         raise
     finally:
         loaders = [train_loader, *val_loaders.values(), *test_loaders.values()]

@@ -20,6 +20,7 @@ class Train(Job):
     """Train, or resume a run, on any number of processes."""
 
     trains = True
+    forecast = "framework.jobs.plan.forecast:forecast_memory"
 
     def mistakes(self, config: Config) -> Iterator[str]:
         return validation_mistakes(config)

@@ -491,8 +491,10 @@ class NodeRun:
         try:
             entry = "framework.distributed.flight_recorder:compare_dumps"
             return call_in_child(self._fork_server, entry, arguments, timeout_s=_COMPARE_S, purpose=purpose)
-        except FrameworkError as error:
+        except LaunchError:
             # The failure itself is still to be reported.
+            return {"difference": f"torch's reader hasn't compared what the ranks recorded within {_COMPARE_S:g} s"}
+        except FrameworkError as error:
             return {"difference": str(error)}
 
     def _end_ranks(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 from framework.config.schema import InitMethod
 from framework.config.topology import Topology
@@ -130,6 +130,15 @@ class RankArguments:
         return self.rank // self.topology.procs_per_node
 
 
+class RecordFailure(Protocol):
+    def __call__(self, error: BaseException, /, *, memory: Mapping[str, Any] | None = None) -> None:
+        """Tell the monitor what ends this rank. memory: what it had allocated, if it ran out of memory."""
+
+
+def _record_nothing(_error: BaseException, *, memory: Mapping[str, Any] | None = None) -> None:
+    """Leave it to the command, in whose process the rank runs."""
+
+
 @final
 @dataclass(frozen=True)
 class MonitorLink:
@@ -141,7 +150,7 @@ class MonitorLink:
 
     rank_status: RankStatus
     open_store: Callable[[], RunStore] | None = None
-    record_failure: Callable[[BaseException], None] = lambda _error: None
+    record_failure: RecordFailure = _record_nothing
 
     @property
     def is_watched(self) -> bool:

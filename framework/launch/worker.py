@@ -50,12 +50,12 @@ def run_entry(entry: str, rank: RankArguments, link: MonitorLink, *, listener_fd
     pid = os.getpid()
     rank_status = link.rank_status
 
-    def record_failure(error: BaseException) -> None:
+    def record_failure(error: BaseException, *, memory: Mapping[str, Any] | None = None) -> None:
         if os.getpid() != pid:
             _leave_copy(error)
         if rank_status.failure() is None and not is_consequence_of_stop(error):
             failure = file_failure(error, rank=rank.rank, run_dir=Path(rank.run_dir))
-            _record(failure or error, rank_status)
+            _record(failure or error, rank_status, memory=memory)
             if of_peers(error):
                 # The monitor can't ask for it once this process has ended.
                 rank_status.dump_collectives()
@@ -94,7 +94,7 @@ def _leave_copy(error: BaseException) -> NoReturn:
     os._exit(status)
 
 
-def _record(error: BaseException, rank_status: RankStatus) -> None:
+def _record(error: BaseException, rank_status: RankStatus, *, memory: Mapping[str, Any] | None) -> None:
     """Write what happened to this rank's log, and beside its status for the report.
 
     The parent shows the first failure on the terminal, once.
@@ -103,4 +103,4 @@ def _record(error: BaseException, rank_status: RankStatus) -> None:
     stderr = sys.stderr.log if isinstance(sys.stderr, Tee) else sys.stderr
     stderr.write(record["traceback"])
     stderr.flush()
-    rank_status.record_failure(record)
+    rank_status.record_failure({**record, "memory": memory})

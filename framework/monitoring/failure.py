@@ -83,6 +83,8 @@ class RankFailure:
     # It failed because another rank was gone or didn't come: a consequence.
     lost_peer: bool = False
     timed_out: bool = False
+    # Of one that ran out of memory while it trained: what it had allocated, see `engine.out_of_memory`.
+    memory: Mapping[str, Any] | None = None
 
     @property
     def is_independent(self) -> bool:

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from framework.config.topology import Topology
@@ -19,7 +20,7 @@ from framework.monitoring.failure import FailureKind, RankFailure, find_first
 from framework.monitoring.node_exchange import NodeExchange
 from framework.monitoring.node_monitor import NodeMonitor
 from framework.monitoring.stacks import main_stack, near, shown_frame
-from framework.system.formatting import format_numbers
+from framework.system.formatting import format_binary_bytes, format_numbers
 from framework.system.run_dir import RunDir, write_object
 from framework.system.shown_text import masked_text, shown
 
@@ -48,6 +49,8 @@ class FailureReport:
     late: Sequence[Mapping[str, Any]] = ()
     # After a time-out: the first collective that ranks disagree about.
     collectives: str | None = None
+    # After a rank ran out of memory: the peak that a step was to have, and a change that lowers it.
+    forecast: Mapping[str, Any] | None = None
     # None if it couldn't be written; `unsaved` says why.
     file: str | None = None
     unsaved: str | None = None
@@ -122,6 +125,14 @@ def report_failure(
         report = replace(report, file=None, unsaved=unsaved if run_dir.path.is_dir() else None)
     if exchange is not None and monitor.node == 0:
         exchange.publish(report.to_plain())
+    return report
+
+
+def add_forecast(report: FailureReport, forecast: Mapping[str, Any]) -> FailureReport:
+    """Return the report with the forecast of the memory, and write its file again."""
+    report = replace(report, forecast=forecast)
+    if report.file is not None:
+        write_object(Path(report.file), _masked(report.to_plain()))
     return report
 
 
@@ -274,11 +285,42 @@ def _rows(report: FailureReport) -> Iterator[tuple[str, list[str]]]:
     if report.collectives is not None:
         yield "calls", _wrapped(report.collectives)
     words = advice(first, world_size=report.world_size)
+    if first.memory is not None:
+        yield from _memory_rows(first.memory)
+    if report.forecast is not None:
+        note = report.forecast["note"]
+        yield "forecast", _wrapped(note or _forecast_in_words(report.forecast))
+        change = report.forecast.get("change")
+        if change is not None:
+            words = f"{change['typed']}: forecast {format_binary_bytes(change['peak_bytes'])}."
     if words:
         yield "try", _wrapped(words)
     yield "log", [near(first.log)]
     if report.file is not None:
         yield "report", [near(report.file)]
+
+
+def _memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    parts = _sizes(memory["by_category"])
+    if memory["allocated_bytes"] is not None:
+        allocated = format_binary_bytes(memory["allocated_bytes"])
+        parts = f"{allocated} of {format_binary_bytes(memory['capacity_bytes'])}: {parts}"
+    yield "memory", _wrapped(parts)
+    lines = []
+    for entry in memory["largest"]:
+        lines.append(f"{format_binary_bytes(entry['size_bytes'])} {entry['category']} {entry['name']}".rstrip())
+    if lines:
+        yield "largest", lines
+    if memory["snapshot"] is not None:
+        yield "snapshot", [near(memory["snapshot"])]
+
+
+def _forecast_in_words(forecast: Mapping[str, Any]) -> str:
+    return f"{format_binary_bytes(forecast['peak_bytes'])} at the peak of a step: {_sizes(forecast['by_category'])}"
+
+
+def _sizes(by_category: Mapping[str, int]) -> str:
+    return ", ".join(f"{category} {format_binary_bytes(size)}" for category, size in by_category.items())
 
 
 def _is_other_cause(other: RankFailure, report: FailureReport) -> bool:

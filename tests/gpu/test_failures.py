@@ -71,6 +71,15 @@ def test_out_of_memory(report: Callable[..., dict[str, Any]], gpus: int) -> None
     assert ("CUDA out of memory" if gpus else "can't allocate memory") in found["first"]["exception"]
     assert found["first"]["phase"] == "forward"
     assert "Lower data.batch_size" in found["advice"]
+    memory = found["first"]["memory"]
+    assert memory["by_category"]["weights"] >= 165 * 4
+    if gpus:
+        largest = memory["largest"][0]
+        assert largest["category"] == "activations and temporaries"
+        assert 0 < largest["size_bytes"] <= memory["allocated_bytes"] <= memory["capacity_bytes"]
+        assert Path(memory["snapshot"]).is_file()
+    # The task takes it, not the model.
+    assert found["forecast"]["peak_bytes"] < 1 << 20
 
 
 def test_a_device_side_assert(report: Callable[..., dict[str, Any]], gpus: int) -> None:

@@ -180,6 +180,7 @@ if TYPE_CHECKING:
     from framework.engine.data_checks import check_streams
     from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches
     from framework.engine.module_table import module_table
+    from framework.engine.out_of_memory import is_out_of_memory
     from framework.engine.own_checkpoint import own_checkpoint
     from framework.engine.restore import restore as restore_run
     from framework.engine.setup import procs_on_cores
@@ -211,7 +212,7 @@ if TYPE_CHECKING:
     from framework.jobs.tune.job import training_command
     from framework.jobs.tune.lr_range import assess as assess_lr_range
     from framework.jobs.tune.lr_range import plot
-    from framework.jobs.tune.memory import DeviceMemory, HostMemory, is_out_of_memory
+    from framework.jobs.tune.memory import DeviceMemory, HostMemory
     from framework.jobs.tune.sizes import BatchSizing, largest_fitting, resolution
     from framework.launch import base as launch_base_module
     from framework.launch.child import Child, Message, Tee, show_status

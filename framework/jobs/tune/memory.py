@@ -12,22 +12,10 @@ from typing import final
 
 import torch
 
-from framework.monitoring.failure import OUT_OF_MEMORY
 from framework.system.hardware import available_memory
 
 # https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html
 _RESET_PEAK = "5"
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if the error or a cause of it is an out-of-memory error: torch's, Python's, or an allocator's."""
-    while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return True
-        if isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)):
-            return True
-        error = error.__cause__
-    return False
 
 
 @final

@@ -21,13 +21,13 @@ from framework.engine.build_trainer import build_trainer
 from framework.engine.builders.observers import build_callbacks
 from framework.engine.data_checks import streams_of
 from framework.engine.loaders import make_train_loader, prepare_data
+from framework.engine.out_of_memory import is_out_of_memory
 from framework.engine.setup import RankSetup, setup_rank
 from framework.engine.weights import load_initial_weights, loads_before_adapters
 from framework.errors import ConfigError, DataError, RunError, describe_error
 from framework.jobs.tune.batch_size import find_batch_size
 from framework.jobs.tune.findings import PLOT, RESULT
 from framework.jobs.tune.lr_range import assess, plot, range_test
-from framework.jobs.tune.memory import is_out_of_memory
 from framework.jobs.tune.steps import full_steps, train_steps
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import RankPhase

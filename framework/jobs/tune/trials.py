@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from framework.data.loader import MapLoader
 from framework.distributed.collectives import barrier
 from framework.engine.build_trainer import build_trainer
+from framework.engine.out_of_memory import is_out_of_memory
 from framework.engine.setup import RankSetup
 from framework.engine.state_bytes import average_dtype
 from framework.errors import describe_error
-from framework.jobs.tune.memory import DeviceMemory, HostMemory, is_out_of_memory
+from framework.jobs.tune.memory import DeviceMemory, HostMemory
 from framework.jobs.tune.sizes import BatchSizing
 from framework.jobs.tune.steps import full_steps, train_steps
 from framework.strategies.base import Strategy
