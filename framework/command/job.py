@@ -256,12 +256,14 @@ def _start_mistakes(job: Job, config: Config) -> Iterator[str]:
 
 
 def _run_mistakes(job: Job, config: Config) -> Iterator[str]:
-    """Yield what is wrong with `run`, `step` and `rank`."""
+    """Yield what is wrong with `run`, `step`, `rank` and `skip`."""
     for key in ("run", "step", "rank"):
         value = getattr(config, key)
         if value is not None and not job.takes_run:
             names = [name for name in JOBS if load_job(name).takes_run]
             yield f"{key}={value} is for job={', '.join(names)}. Leave it out."
+    if config.skip and "branch" not in job.sections:
+        yield f"skip={config.skip[0]} is for job=branch. Leave it out, or type data.skip_steps=[{config.skip[0]}]."
 
 
 def _runs_mistakes(job: Job, config: Config) -> Iterator[str]:

@@ -411,6 +411,14 @@ class ReportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BranchConfig:
+    """job=branch, with `skip`."""
+
+    # When the samples of the skipped steps are trained. later: at the end of their epoch.
+    skipped: Literal["never", "later"] = "never"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
     """job=replay, of the `step` of a `run`."""
 
@@ -481,6 +489,8 @@ class Config:
     run: str | None = None
     step: int | None = bounded(at_least=1, default=None)
     rank: int | None = bounded(at_least=0, default=None)
+    # Steps of that run whose samples job=branch leaves out.
+    skip: Steps = Steps(())
     # Run the code of a saved run that isn't known to be the user's. It is always false in config.yaml.
     trust: bool = False
     # Where to take the weights from: a checkpoint, a file of weights, or a folder of transformers.
@@ -499,6 +509,7 @@ class Config:
     runs: RunsConfig = field(default=RunsConfig(), metadata={"shorthand": "paths"})
     report: ReportConfig = ReportConfig()
     replay: ReplayConfig = ReplayConfig()
+    branch: BranchConfig = BranchConfig()
     sweep: SweepConfig = SweepConfig()
     path: PathConfig
     model: Node

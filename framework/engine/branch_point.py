@@ -68,7 +68,7 @@ def with_changes(
             callbacks[name] = callback_state
     adapted["callbacks"] = callbacks
 
-    is_other_data = now["data"] != before["data"] or now["seed"] != before["seed"]
+    is_other_data = _without_skips(now["data"]) != _without_skips(before["data"]) or now["seed"] != before["seed"]
     if "data" in training and is_other_data:
         adapted |= _at_place_in_data(trainer, training)
     if reset and trainer.context.is_main:
@@ -92,6 +92,11 @@ def _at_place_in_data(trainer: Trainer, training: Mapping[str, Any]) -> dict[str
         if trainer.context.is_main:
             warn("The train data has another size than before the branch point, so the next epoch begins")
     return {"data": {**saved, "size": size}, "progress": progress, "streams": []}
+
+
+def _without_skips(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section without the keys that only leave samples out."""
+    return {key: value for key, value in data.items() if key not in ("skip_steps", "defer_steps")}
 
 
 def _is_optimizer_kept(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

@@ -11,14 +11,17 @@ force then, and nothing of them is logged.
     checkpoint  the checkpoint of the other run that it began with; null: from scratch
     repeated    how many steps were repeated to get from there to `step`
     changed     the keys of the configuration that were changed: their values before and now
+
+`skip=[N,…]` leaves out the samples of steps of the other run: it is `data.skip_steps`, or with `branch.skipped=later`
+`data.defer_steps`, of the new run.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,10 @@ from framework.checkpoint.layout import LAST, step_name
 from framework.command.mirroring import make_local_outputs
 from framework.command.request import JobResult, Request
 from framework.config.nested import flatten
-from framework.config.overrides import key_of
+from framework.config.overrides import key_of, merge_overrides
 from framework.config.parse import parse
 from framework.config.saved import objects_of
-from framework.config.schema import Config
+from framework.config.schema import BranchConfig, Config
 from framework.config.secrets import Secrets
 from framework.config.values import show
 from framework.errors import ConfigError
@@ -46,7 +49,7 @@ from framework.system.shown_text import shown
 # The folder in the new run's directory in which steps are repeated. Lists of runs pass over hidden folders.
 _REPEATED = ".repeated"
 # They say what the command is, not what is trained.
-_OF_COMMAND = ("job", "resume", "rerun", "run", "step", "rank", "trust", "objects")
+_OF_COMMAND = ("job", "resume", "rerun", "run", "step", "skip", "branch", "rank", "trust", "objects")
 
 
 class Branch(Train):
@@ -55,6 +58,7 @@ class Branch(Train):
     takes_run = True
     continues_run = True
     sweepable = False
+    sections = ("branch",)
 
     def mistakes(self, config: Config) -> Iterator[str]:
         for key in ("run", "step"):
@@ -74,6 +78,7 @@ class Branch(Train):
         step = int(config.step or 0)
         # The checkpoint of this step, or the newest one before it.
         start = find_start(record.run_dir, step=step + 1)
+        request = _skipping(request)
         changed = _changed_keys(request, record.run_dir, step=step)
 
         make_local_outputs(config)
@@ -111,6 +116,42 @@ def _record(config: Config) -> RunRecord:
             f"step={config.step}: {record.run} has made {last} steps, as far as its records show. Use step={last}."
         )
     return record
+
+
+def _skipping(request: Request) -> Request:
+    """Return the request with the steps of `skip` in the section `data`. Raises ConfigError for a wrong step."""
+    config = request.config
+    if not config.skip:
+        return request
+    step = int(config.step or 0)
+    wrong = [number for number in config.skip if number <= step]
+    if wrong:
+        raise ConfigError(
+            f"skip={show(list(config.skip))}: step {wrong[0]} isn't after step={step}, from which the new run "
+            f"continues. Use step={wrong[0] - 1}, or an earlier one."
+        )
+    if config.data.defer_steps and min(config.data.defer_steps) <= max(config.skip):
+        raise ConfigError(
+            f"skip={show(list(config.skip))}: the run has deferred samples of other steps, so its steps have other "
+            "numbers. Type data.skip_steps=[…], with the numbers that the steps would have if none was skipped."
+        )
+
+    numbers = [_number_of(number, skipped=config.data.skip_steps) for number in config.skip]
+    key = "skip_steps" if config.branch.skipped == "never" else "defer_steps"
+    steps = sorted({*getattr(config.data, key), *numbers})
+    raw = {**request.raw, "data": {**request.raw["data"], key: steps}}
+    typed = f"data.{key}=[{','.join(map(str, steps))}]"
+    overrides = merge_overrides(request.overrides, [typed])
+    return replace(request, raw=raw, config=parse(raw), overrides=tuple(overrides))
+
+
+def _number_of(step: int, *, skipped: Sequence[int]) -> int:
+    """Return the number that a step would have if none was skipped. skipped: the numbers of those that were."""
+    number = step
+    for other in sorted(skipped):
+        if other <= number:
+            number += 1
+    return number
 
 
 def _changed_keys(request: Request, run_dir: RunDir, *, step: int) -> dict[str, list[Any]]:
@@ -174,11 +215,12 @@ def _training(request: Request, run_dir: RunDir, branch_of: Mapping[str, Any]) -
     """Return the request of the new run: a training that is resumed in its directory."""
     raw = dict(request.raw)
     raw |= {"job": "train", "run": None, "step": None, "rank": None, "rerun": None, "resume": str(run_dir.path)}
+    raw |= {"skip": [], "branch": asdict(BranchConfig())}
     return replace(
         request,
         config=parse(raw),
         raw=raw,
-        overrides=tuple(text for text in request.overrides if key_of(text) not in _OF_COMMAND),
+        overrides=tuple(text for text in request.overrides if key_of(text).split(".")[0] not in _OF_COMMAND),
         own_dir=run_dir.path,
         branch_of=branch_of,
     )

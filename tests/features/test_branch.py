@@ -128,6 +128,32 @@ def test_another_schedule_goes_on_as_if_it_had_been_used_before(train, whole_run
     assert [rates[step] for step in (21, 24, 25, 32, 33)] == pytest.approx([0.02, 0.02, 0.01, 0.01, 0.005])
 
 
+def test_samples_of_steps_are_left_out(train, whole_run):
+    """As in a run that skips them from the start."""
+    made = branch(train, whole_run, 20, "skip=[25,30]")
+    wanted = train(*SHORT, "data.skip_steps=[25,30]")
+    results.assert_same(results.weights(made), results.weights(wanted))
+    assert [entry["step"] for entry in results.run_file(made)["skipped"]] == [25, 30]
+    assert branch_of(made)["changed"] == {"data.skip_steps": [[], [25, 30]]}
+    assert "data.skip_steps=[25,30]" in results.run_file(made)["overrides"]
+
+
+def test_steps_of_a_run_that_has_skipped_some_are_counted_as_it_did(train, whole_run):
+    """Its step 30 would be number 31 if none was skipped."""
+    first = branch(train, whole_run, 20, "skip=[25]")
+    second = branch(train, first, 28, "skip=[30]")
+    wanted = train(*SHORT, "data.skip_steps=[25,31]")
+    results.assert_same(results.weights(second), results.weights(wanted))
+
+
+def test_skipped_samples_are_trained_later(train):
+    settings = (*SHORT, "trainer.limit_train_batches=15")
+    run = train(*settings)
+    made = branch(train, run, 10, "skip=[12]", "branch.skipped=later")
+    wanted = train(*settings, "data.defer_steps=[12]")
+    results.assert_same(results.weights(made), results.weights(wanted))
+
+
 def test_a_branch_of_a_branch(train, whole_run, capfd):
     first = branch(train, whole_run, 10)
     second = branch(train, first, 25)
@@ -154,6 +180,7 @@ def test_a_branch_can_be_rerun_and_resumed_by_its_own_commands(train, whole_run)
 
 
 WRONG = (
+    (("step=20", "skip=[20]"), "step 20 isn't after step=20, from which the new run continues. Use step=19"),
     (("step=99",), "has made 40 steps, as far as its records show. Use step=40."),
     ((), "job=branch needs step"),
     (
