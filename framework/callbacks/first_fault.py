@@ -178,7 +178,7 @@ def _norm(measured: Iterable[Measured], kind: str) -> float:
     squares = 0.0
     for one in measured:
         if one.event.kind == kind:
-            squares += one.sizes[0] ** 2 * one.event.num_values
+            squares += one.sizes[0] * one.sizes[0] * one.event.num_values
     return math.sqrt(squares)
 
 
@@ -414,7 +414,7 @@ def _kind_of_values(one: Measured) -> str:
         return "NaN"
     if not any(map(math.isinf, one.sizes)):
         return "too large"
-    if one.event.dtype in ("float16", "float64"):
+    if one.event.dtype in ("float16", "float64") or not one.event.squares:
         return "infinite"
     # Their squares are infinite in float32, in which norms are computed.
     return "infinite or above 1e19"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.checkpoint import complete_steps
-from framework.config.overrides import outputs_arguments, resume_argument
+from framework.config.overrides import outputs_arguments, path_argument, resume_argument
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import EXIT_STOPPED
@@ -83,6 +83,9 @@ def training_summary(config: Config, run_dir: RunDir, status: int) -> str:
     facts.append(("logs", f"{path}/logs"))
     if has_checkpoints:
         facts.append(("resume", f"python -m framework {resume_arguments(run_dir)}"))
+    failure = (read_object(run_dir.path / "failure.json") or {}).get("first") or {}
+    if status not in (0, EXIT_STOPPED) and "NotFiniteError" in str(failure.get("traceback")):
+        facts.append(("why", f"python -m framework job=why {path_argument('run', display_place(run_dir.path))}"))
     if run_dir.event_files:
         # The folder of all recipes' runs, to compare them.
         facts.append(("curves", tensorboard_command(run_dir.path.parents[1])))

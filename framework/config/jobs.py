@@ -27,6 +27,7 @@ JOBS: Mapping[str, RegisteredJob] = {
     "tune": RegisteredJob("framework.jobs.tune:Tune"),
     "replay": RegisteredJob("framework.jobs.replay:Replay"),
     "branch": RegisteredJob("framework.jobs.branch:Branch"),
+    "why": RegisteredJob("framework.jobs.why:Why"),
     "submit": RegisteredJob("framework.jobs.submit:Submit"),
     "runs": RegisteredJob("framework.jobs.runs:Runs", needs_torch=False),
     "compare": RegisteredJob("framework.jobs.compare:Compare", needs_torch=False),

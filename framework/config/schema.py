@@ -431,6 +431,16 @@ class ReplayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WhyConfig:
+    """job=why, of one run."""
+
+    # The optimizer step to look into, counted from 1.
+    step: int | None = bounded(at_least=1, default=None)
+    # Look into the step in which this logged metric leaps most, as train/loss.
+    metric: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepConfig:
     """Several runs by one command (-m). It isn't part of the configuration that a trial saves."""
 
@@ -485,7 +495,7 @@ class Config:
     # The run directory whose configuration a new run uses.
     rerun: str | None = None
     # The run that a job looks into, an optimizer step of it, counted from 1, and one of its ranks: for job=replay
-    # and branch.
+    # and branch; the run alone for job=why.
     run: str | None = None
     step: int | None = bounded(at_least=1, default=None)
     rank: int | None = bounded(at_least=0, default=None)
@@ -510,6 +520,7 @@ class Config:
     report: ReportConfig = ReportConfig()
     replay: ReplayConfig = ReplayConfig()
     branch: BranchConfig = BranchConfig()
+    why: WhyConfig = WhyConfig()
     sweep: SweepConfig = SweepConfig()
     path: PathConfig
     model: Node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -19,7 +20,7 @@ class Fault(Callback):
     """A fault in one step, on one rank unless `rank` is None.
 
     kind: `layer` multiplies what the layer returns, `activation` sets one value of it for the sample in row 3,
-    `gradient` the gradient of its weight, `backward` that of what it returns; `learning_rate` stays.
+    `gradient` the gradient of its weight, `backward` that of what it returns; `learning_rate` sets it, and stays.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Fault(Callback):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.kind == "learning_rate" and self.step_now >= self.step:
             for group in optimizer.param_groups:
-                group["lr"] = 1e10
+                group["lr"] = 1e10 if math.isnan(self.value) else self.value
 
     def on_train_step_end(self, info: StepInfo) -> None:
         self.step_now = info.step + 1
@@ -137,3 +138,29 @@ def rootless() -> Datasets:
     y = x[:, :1].abs()
     y[50] = float("nan")
     return Datasets(TensorDataset(x, y))
+
+
+class Dropped(nn.Module):
+    """A network whose dropout has a seed of its own."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(10, 10)
+        self.drop = SeededDropout(seed)
+        self.net2 = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net2(self.drop(self.net1(x)))
+        return out
+
+
+class SeededDropout(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        generator = torch.Generator().manual_seed(self.seed)
+        return x * (torch.rand(x.shape, generator=generator) > 0.1)
