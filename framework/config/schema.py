@@ -294,9 +294,28 @@ class PredictConfig:
     output: str
 
 
+DeviceName = Literal[
+    "this",
+    "b200",
+    "h200",
+    "h100",
+    "a100",
+    "a100-40gb",
+    "l40s",
+    "l4",
+    "a10",
+    "t4",
+    "v100",
+    "rtx4090",
+    "rtx3090",
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     format: Literal["text", "json"]
+    # The device to forecast memory for; this: of this machine. null: no forecast.
+    device: DeviceName | None = None
     # The number of training samples, if the data set isn't there to be counted.
     train_samples: int | None = bounded(at_least=1)
     # Measure for some seconds how long this CPU takes for the operators of a step.

@@ -199,7 +199,9 @@ if TYPE_CHECKING:
     from framework.jobs.plan import job as plan_job_module
     from framework.jobs.plan.page import rank_table
     from framework.jobs.plan.page import render as render_plan
+    from framework.jobs.plan.step import trace_step
     from framework.jobs.plan.trace import Tracer
+    from framework.jobs.plan.workspaces import with_workspaces
     from framework.jobs.prediction_file import Columns, columns_of, concatenated, write_predictions
     from framework.jobs.preflight.barriers import Barrier, clock_offsets, time_barriers
     from framework.jobs.preflight.links import link_rounds, measure_links

@@ -44,13 +44,24 @@ class Call:
         named = tuple((name, _spec(value)) for name, value in sorted(kwargs.items()))
         return Call(operator, _ListSpec(tuple(map(_spec, args))), named)
 
+    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return arguments and keywords to make the call with."""
+        return _made(self.args), {name: _made(value) for name, value in self.kwargs}
+
+    @property
+    def mixes_types(self) -> bool:
+        """True if its tensors have several types."""
+        specs = [*_tensor_specs(self.args)]
+        for _, value in self.kwargs:
+            specs += _tensor_specs(value)
+        return len({spec.dtype for spec in specs}) > 1
+
     def measure(self) -> float:
         """Return how many seconds a call takes on the CPU. Raises whatever the operator does without its real values.
 
         Integers are zeros, and floating-point numbers are random.
         """
-        args = _made(self.args)
-        kwargs = {name: _made(value) for name, value in self.kwargs}
+        args, kwargs = self.arguments()
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_large = sum(tensor.nbytes for tensor in tensors) >= _LARGE_BYTES
         cache = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
@@ -92,6 +103,16 @@ def _spec(value: Any) -> Any:
         # Any other one takes the same time.
         return None
     return value
+
+
+def _tensor_specs(spec: Any) -> list[_TensorSpec]:
+    if isinstance(spec, _TensorSpec):
+        return [spec]
+    specs = []
+    if isinstance(spec, _ListSpec):
+        for item in spec.items:
+            specs += _tensor_specs(item)
+    return specs
 
 
 def _made(spec: Any) -> Any:

@@ -80,6 +80,13 @@ def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
             reduced_bytes=estimates["traffic"]["reduced"],
             total_steps=estimates["steps"]["total"],
         )
+    if config.plan.device is not None:
+        # It imports what only a forecast needs.
+        from framework.jobs.plan.memory import forecast
+
+        memory = estimates["memory"]
+        kept_bytes = memory["averages"] + memory["anchors"] + memory["errors"]
+        estimates["forecast"] = forecast(config, topology, backend=backend, kept_bytes=kept_bytes)
     return estimates
 
 

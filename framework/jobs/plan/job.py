@@ -32,6 +32,11 @@ null means unknown, and `notes` says why):
                    that the one or the other bounds), overhead (Python, autograd), exchange, data; bound_by (the
                    largest part), flops (of a step on each rank), mfu (their share of what matrix products reach here),
                    hours (of all steps; null if their number is unknown), cost (with plan.price_per_hour); notes
+    forecast       with plan.device: device (name, memory, usable: what torch's allocator may take); memory, null if it
+                   isn't known: peak, fits, categories (bytes at the peak), modules (that take most), at (operator,
+                   module and phase of the peak); largest_batch: samples of a micro-batch; gpus: those of the list that
+                   it fits on; changes, if it doesn't fit: overrides, peak, fits, cost_percent (about the longer time);
+                   assumed and notes: lists of strings
     run_dir        the pattern of its path
     environment    common: variables that are the same for all ranks; first_rank and last_rank: the others
     commands       framework, torchrun, srun: lists of words; HOST:29400 stands for an endpoint that wasn't given, NODE

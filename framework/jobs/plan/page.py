@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from framework.config.topology import Topology
 from framework.system.formatting import (
+    format_binary_bytes,
     format_bytes,
     format_count,
     format_duration,
@@ -49,6 +50,8 @@ def render(plan: Mapping[str, Any], topology: Topology) -> str:
         parts.append(_group_table(plan["groups"]))
     if "time" in plan:
         parts += _time_parts(plan["time"])
+    if "forecast" in plan:
+        parts += _forecast_parts(plan["forecast"])
     parts.append("\n".join(_start_lines(plan["commands"], topology)))
     parts += [f"Note: {note}" for note in plan["notes"]]
     return "\n\n".join(parts)
@@ -62,7 +65,10 @@ def _facts(plan: Mapping[str, Any], topology: Topology) -> list[tuple[str, str]]
         facts.append((key, _text(plan[key], format_number)))
 
     memory_bytes = sum(size_bytes or 0 for size_bytes in plan["memory"].values())
-    facts.append(("on each rank", f"{format_bytes(memory_bytes)} of memory; activations besides"))
+    rest = "activations besides"
+    if "forecast" in plan:
+        rest = "with activations as forecast below"
+    facts.append(("on each rank", f"{format_bytes(memory_bytes)} of memory; {rest}"))
 
     titles = {
         "common": "environment",
@@ -97,6 +103,54 @@ def _time_parts(time: Mapping[str, Any]) -> list[str]:
     threads = format_count(time["threads"], "thread")
     title = f"Time on {time['device']}, {threads} a process: each operator of a step was measured here"
     return [f"{title}\n{format_table(facts, width=_WIDTH)}", *notes]
+
+
+def _forecast_parts(forecast: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a step needs on a device, the changes that make it fit, and what that rests on."""
+    device = forecast["device"]
+    usable = "unknown"
+    if device["usable"] is not None:
+        usable = f"{format_binary_bytes(device['usable'])} usable"
+    title = f"Forecast for {device['name']}, {usable}"
+    memory = forecast["memory"]
+    if memory is not None:
+        yield f"{title}\n\n{_memory_table(forecast, memory)}"
+    if forecast["changes"]:
+        rows = [("change", "peak", "fits", "time of a step")]
+        for change in forecast["changes"]:
+            rows.append(
+                (
+                    " ".join(change["overrides"]),
+                    format_binary_bytes(change["peak"]),
+                    "yes" if change["fits"] else "no",
+                    f"{change['cost_percent']:+} %, about",
+                )
+            )
+        yield f"To make it fit, with the same global batch\n{format_table(rows, width=_WIDTH)}"
+    for note in forecast["notes"]:
+        yield f"Note: {note}"
+    assumed = [f"  {assumption}" for assumption in forecast["assumed"]]
+    yield "\n".join(["Assumed", *assumed])
+
+
+def _memory_table(forecast: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
+    answers = {True: ", fits", False: ", doesn't fit", None: ""}
+    at = memory["at"]
+    place = f"in the {at['phase']}"
+    if at["module"]:
+        place += f" of {at['module']}"
+    rows = [("peak of a rank", f"{format_binary_bytes(memory['peak'])}{answers[memory['fits']]}; {place}")]
+    for category, size_bytes in memory["categories"].items():
+        if size_bytes:
+            rows.append((category, format_binary_bytes(size_bytes)))
+    modules = [f"{module} {format_binary_bytes(size_bytes)}" for module, size_bytes in memory["modules"].items()]
+    if modules:
+        rows.append(("by module", ", ".join(modules)))
+    if forecast["largest_batch"] is not None:
+        rows.append(("largest batch", f"{forecast['largest_batch']:,} samples per forward"))
+    if forecast["gpus"]:
+        rows.append(("fits on", ", ".join(forecast["gpus"])))
+    return format_table(rows, width=_WIDTH)
 
 
 def _start_lines(commands: Mapping[str, Sequence[str]], topology: Topology) -> list[str]:

@@ -16,17 +16,25 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.optim import Optimizer
 
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.data.batch_tree import map_tensors
+from framework.data.source import SourceLoader
 from framework.distributed.context import Context
 from framework.engine.build_trainer import build_trainer
 from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches
 from framework.engine.loaders import make_train_loader, prepare_data
 from framework.engine.setup import RankSetup, plan_training
+from framework.errors import ConfigError
+from framework.jobs.plan.cuda_rules import CudaFunctions
 from framework.jobs.plan.trace import BACKWARD, BATCHES, BUCKETS, FORWARD, UPDATE, Trace, Tracer
 from framework.launch.plan import MonitorLink
 from framework.monitoring.rank_status import RankPhase, RankStatus
@@ -36,10 +44,23 @@ from framework.system.run_dir import RunDir
 from framework.training.trainer import Trainer
 from framework.types import MicroBatch, Window
 
+NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 _PHASES = {RankPhase.BACKWARD: BACKWARD, RankPhase.OPTIMIZER: UPDATE}
 
 
-def trace_step(config: Config, topology: Topology, *, backend: str, is_fake: bool = True) -> Trace:
+def trace_step(
+    config: Config,
+    topology: Topology,
+    *,
+    backend: str,
+    is_fake: bool = True,
+    samples: int | None = None,
+    for_cuda: bool = False,
+) -> Trace:
     """Return what an optimizer step of rank 0 does, once the first step has made the optimizer's state.
 
     Nothing is exchanged: ranks other than this one don't exist.
@@ -47,11 +68,12 @@ def trace_step(config: Config, topology: Topology, *, backend: str, is_fake: boo
     Args:
         config: as requested.
         is_fake: False computes the step, with the memory and the time that it takes.
+        samples: of each micro-batch, in place of those that the configuration asks for; needs `is_fake`.
+        for_cuda: Functions compute as they would on a CUDA device, as far as that decides memory.
 
     Raises:
-        FrameworkError: for what training would refuse.
-        DataDependentOutputException, DynamicOutputShapeException: the model needs the values of tensors, and
-            `is_fake`.
+        FrameworkError: for what training would refuse, and for data that can't be loaded here.
+        One of NEEDS_VALUES: the step depends on the values of tensors, and `is_fake`.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -61,8 +83,12 @@ def trace_step(config: Config, topology: Topology, *, backend: str, is_fake: boo
         datasets = apply_overfit_batches(datasets, setup.config.trainer, setup.plan)
         train_loader = make_train_loader(setup, datasets)
         stack.callback(train_loader.close)
+        if isinstance(train_loader, SourceLoader):
+            raise ConfigError("The train part is a framework.Source, whose batches depend on the model.")
         window = next(iter(train_loader.epoch(0)))
         micro_batches = list(window.micro_batches)
+        if samples is not None:
+            micro_batches = [_resized(micro, samples) for micro in micro_batches]
 
         stack.enter_context(_stand_in_group(setup.context))
         if is_fake:
@@ -70,6 +96,8 @@ def trace_step(config: Config, topology: Topology, *, backend: str, is_fake: boo
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         tracer = Tracer(lambda: _PHASES.get(RankPhase(rank_status.read().phase), FORWARD))
         stack.enter_context(tracer)
+        if for_cuda:
+            stack.enter_context(CudaFunctions())
         if is_fake and isinstance(setup.strategy, DDP):
             setup = replace(setup, strategy=_StandInDDP(setup.strategy, tracer))
         trainer = build_trainer(setup, train_loader, {})
@@ -82,7 +110,7 @@ def trace_step(config: Config, topology: Topology, *, backend: str, is_fake: boo
             tracer.name_optimizer_state(optimizer)
         tracer.start_step()
         _step(trainer, tracer, window, micro_batches)
-        return tracer.trace()
+        return replace(tracer.trace(), samples=micro_batches[0].num_samples)
 
 
 def rank_setup(
@@ -117,6 +145,24 @@ def _step(trainer: Trainer, tracer: Tracer, window: Window, micro_batches: Seque
             yield micro._replace(batch=batch)
 
     trainer.train_step(window._replace(micro_batches=own_batches()))
+
+
+def _resized(micro: MicroBatch, samples: int) -> MicroBatch:
+    """Return a micro-batch of as many samples, without their values. Raises ConfigError if no tensor has a row each."""
+    has_rows = False
+
+    def resize(tensor: Tensor) -> Tensor:
+        nonlocal has_rows
+        if tensor.dim() == 0 or len(tensor) != micro.num_samples:
+            return tensor
+        has_rows = True
+        # All rows are the first one, which takes no memory.
+        return tensor[:1].expand(samples, *tensor.shape[1:])
+
+    batch = map_tensors(micro.batch, resize)
+    if not has_rows:
+        raise ConfigError("No tensor of the batch has a row for each sample.")
+    return MicroBatch(batch, samples)
 
 
 @contextmanager

@@ -137,6 +137,8 @@ class Trace:
 
     operators: Sequence[Operator]
     blocks: Sequence[Block]
+    # Of each micro-batch; 0 if unknown.
+    samples: int = 0
 
     @property
     def flops(self) -> int:
@@ -411,7 +413,10 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if is_traceable_wrapper_subclass(wrapper):
         names, _ = wrapper.__tensor_flatten__()
         for name in names:
-            yield from _storages(getattr(wrapper, name))
+            value = getattr(wrapper, name)
+            # A DTensor has its mesh there, too.
+            if isinstance(value, Tensor):
+                yield from _storages(value)
     elif tensor.layout == torch.strided:
         yield tensor.untyped_storage()
 
