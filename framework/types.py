@@ -354,6 +354,8 @@ class StepInfo(NamedTuple):
     indices: tuple[MicroIndices, ...] = ()
     # This was the epoch's last step.
     epoch_end: bool = False
+    # What names the step in `data.skip_steps`; 0 for one that was deferred.
+    number: int = 0
 
 
 class MicroBatchInfo(NamedTuple):
@@ -414,6 +416,8 @@ class FitInfo:
     optimizer: Optimizer
     # Of the epoch that a resumed run continues; None if training starts at an epoch's beginning.
     steps_left_in_epoch: int | None = None
+    # A GradScaler scales the losses, and skips updates whose gradients overflow.
+    scales_losses: bool = False
     # Returns the buffers of the model's BatchNorm layers, by name, for the weights to evaluate: means over the batches
     # of the last epoch, as `torch.optim.swa_utils.update_bn` computes them. Takes a forward pass over the training
     # data. Every rank must call it, after the last step of an epoch and before the next.
@@ -605,6 +609,15 @@ class Callback:
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called with the gradients averaged over ranks and unscaled, before they are clipped."""
+
+    def on_gradient_norm(self, norm: Tensor, objective: str) -> bool:
+        """Called before each update with the 2-norm of the gradients, unscaled and before they are clipped.
+
+        Return True, the same on every rank, to leave out the update: the step counts, but neither the optimizer nor its
+        schedule makes one. `objective` is empty if the task has a single loss. Refused for a task or an optimizer that
+        runs its steps itself.
+        """
+        return False
 
     def on_train_step_end(self, info: StepInfo) -> Stop | Log | None:
         """Called after each optimizer step."""

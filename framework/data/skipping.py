@@ -15,7 +15,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import NamedTuple, final
@@ -52,9 +52,9 @@ class SkippedSteps:
     deferred: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(data: DataConfig) -> SkippedSteps:
-        """Return those of a configuration."""
-        return SkippedSteps(frozenset(data.skip_steps), frozenset(data.defer_steps))
+    def of(data: DataConfig, *, added: Iterable[int] = ()) -> SkippedSteps:
+        """Return those of a configuration. added: others that are left out, too."""
+        return SkippedSteps(frozenset(data.skip_steps).union(added), frozenset(data.defer_steps).difference(added))
 
     def from_number(self, first: int, *, late: Sequence[Span]) -> EpochSkips:
         """Return what is passed over of an epoch whose next global batch has the number `first`."""

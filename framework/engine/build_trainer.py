@@ -19,6 +19,7 @@ from framework.config.written import written_config
 from framework.data.epochs import EpochSizes, EpochSteps
 from framework.data.loader import EvalLoader, TrainLoader
 from framework.data.skipping import SkippedSamples, SkippedSteps
+from framework.distributed.collectives import broadcast_object
 from framework.distributed.gloo_threads import let_gloo_finish_messages
 from framework.distributed.process_group import new_group, set_group_timeouts, set_timeout
 from framework.distributed.seed import seed_everything
@@ -128,7 +129,7 @@ def build_trainer(
         settings,
         val_loaders=val_loaders,
         checkpoints=checkpoints,
-        skipped_steps=SkippedSteps.of(config.data),
+        skipped_steps=SkippedSteps.of(config.data, added=_rolled_back(setup)),
         on_skipped=partial(_record_skipped, setup),
         # Until then the time-out is that of `_wrap`.
         after_first_step=partial(set_timeout, config.backend.timeout, setup.context, groups=groups),
@@ -146,6 +147,17 @@ def build_trainer(
     if assembled.initial_weights is not None and checkpoint is None:
         trainer.logbook.log_values({"init_from": Text(assembled.initial_weights)})
     return trainer
+
+
+def _rolled_back(setup: RankSetup) -> list[int]:
+    """Return the steps that callbacks=[spike_guard] has rolled back from. Every rank must call it."""
+    if setup.config.resume is None and setup.attempt == 0:
+        return []
+    entries = []
+    if setup.context.is_main:
+        entries = setup.run_dir.read_run().get("spikes", [])
+    numbers: list[int] = broadcast_object([spike["number"] for spike in entries if spike["rolls_back"]], setup.context)
+    return numbers
 
 
 def _record_skipped(setup: RankSetup, skipped: Sequence[SkippedSamples]) -> None:

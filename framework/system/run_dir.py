@@ -27,6 +27,8 @@ _KINDS: Mapping[str, type] = {
     "earlier": list,
     "restarts": list,
     "segments": list,
+    "skipped": list,
+    "spikes": list,
     "abandoned": dict,
     "results": dict,
     "trackers": dict,

@@ -88,6 +88,15 @@ class Progress:
         """The number of the next step; see `framework.data.skipping`."""
         return self.step + self.skipped + 1
 
+    def number_of(self, window: Window) -> int:
+        """Return the number of the step that a window is, before `advance`; 0 for samples that were deferred."""
+        passed = window.passed
+        if passed is None:
+            return self.next_number
+        if passed.is_late:
+            return 0
+        return self.next_number + len(passed.dropped) + len(passed.deferred)
+
     def advance(self, window: Window, *, global_batch_size: int) -> None:
         """Count one optimizer step and what was passed over before it; the last one of an epoch moves on to the next.
 

@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple, final
@@ -86,6 +86,7 @@ class _Hooks(NamedTuple):
     micro_batch_start: Sequence[Callable[[MicroBatchInfo], None]] = ()
     micro_batch_output: Sequence[Callable[[StepOutput], None]] = ()
     before_optimizer_step: Sequence[Callable[[Any], None]] = ()
+    gradient_norm: Sequence[Callable[[Tensor, str], bool]] = ()
     step_end: Sequence[Callable[[StepInfo], Stop | Log | None]] = ()
     epoch_end: Sequence[Callable[[EpochInfo], Stop | Log | None]] = ()
 
@@ -264,12 +265,15 @@ class Trainer:
             if window.global_count == 0:
                 self._end_epoch_without_step(window)
                 continue
+            number = progress.number_of(window)
             loss = self._make_step(window)
 
             self.logbook.throughput.samples += window.global_count
             progress.advance(window, global_batch_size=self.train_loader.global_batch_size)
             self._timer.finish_step(progress.step)
-            info = StepInfo(progress.step, epoch, loss, window.global_count, window.indices, window.epoch_end)
+            info = StepInfo(
+                progress.step, epoch, loss, window.global_count, window.indices, window.epoch_end, number=number
+            )
             for hook in self._hooks.step_end:
                 answer = hook(info)
                 if answer is not None:
@@ -550,19 +554,31 @@ class Trainer:
         parameters = state.trained_in(objective)
         self._loss_weights.divide(parameters, count=global_count)
 
-        needs_norm = settings.gradient_clip_val is not None or self.logbook.is_due(self.progress.step + 1)
+        clips = settings.gradient_clip_val is not None
+        norm_hooks = self._hooks.gradient_norm
+        needs_norm = clips or bool(norm_hooks) or self.logbook.is_due(self.progress.step + 1)
         if needs_norm or self._hooks.before_optimizer_step:
             scaler.unscale_(optimizer)
         self._call_before_optimizer_step(optimizer)
+        leaves_out = False
         if needs_norm:
-            norm = clip_gradients(parameters, settings, norm_over_ranks=state.strategy.total_norm)
+            clip = partial(clip_gradients, parameters, norm_over_ranks=state.strategy.total_norm)
+            if norm_hooks and clips and settings.gradient_clip_algorithm == "value":
+                # Clipping elements computes no norm.
+                norm = clip(replace(settings, gradient_clip_val=None))
+                clip(settings)
+            else:
+                norm = clip(settings)
             if norm is not None:
                 self.logbook.grad_norms[f"{objective.name}/grad_norm".lstrip("/")] = norm
+                for hook in norm_hooks:
+                    leaves_out |= hook(norm, objective.name)
 
         self.logbook.lrs = [group["lr"] for group in state.optimizer.param_groups]
         # A scaler skips the step if gradients overflow; if it doesn't, `_note_optimizer_step` sets this to True.
-        self._has_stepped = not scaler.is_enabled()
-        scaler.step(optimizer)
+        self._has_stepped = not scaler.is_enabled() and not leaves_out
+        if not leaves_out:
+            scaler.step(optimizer)
         scaler.update()
         # `zero_grad` would do the same, but its mark for the profiler takes 3 % of a toy step.
         for parameter in state.trainable.parameters:
@@ -785,9 +801,12 @@ class Trainer:
             micro_batch_start=hooks(observers, "on_micro_batch_start"),
             micro_batch_output=hooks(observers, "on_micro_batch_output"),
             before_optimizer_step=hooks(observers, "on_before_optimizer_step"),
+            gradient_norm=hooks(observers, "on_gradient_norm"),
             step_end=hooks(observers, "on_train_step_end") + hooks(self.state.loggers.values(), "on_train_step_end"),
             epoch_end=hooks(observers, "on_train_epoch_end"),
         )
+        if self._hooks.gradient_norm:
+            self._check_gradient_norm_hooks()
         if self.progress.samples > 0 and self._hooks.epoch_start:
             self._repeat_epoch_start()
 
@@ -797,6 +816,20 @@ class Trainer:
         if self.restore_generators is not None:
             self.restore_generators()
         self._start_measuring()
+
+    def _check_gradient_norm_hooks(self) -> None:
+        """Raise ConfigError if updates can't be left out in agreement."""
+        names = [type(callback).__name__ for callback in self.state.observers if hooks([callback], "on_gradient_norm")]
+        refused = None
+        if self._task_steps is not None:
+            refused = f"{type(self.state.task).__name__} or its optimizer makes the steps itself"
+        elif self.state.strategy.replicas_differ:
+            refused = f"with {type(self.state.strategy).__name__} each process has gradients of its own"
+        if refused is not None:
+            raise ConfigError(
+                f"{', '.join(names)} decides about each update by the norm of the gradients, and {refused}. Leave it "
+                "out."
+            )
 
     def _call_start_hooks(self) -> None:
         state = self.state
@@ -810,6 +843,7 @@ class Trainer:
             steps_left_in_epoch=start.steps_left,
             max_epochs=self.settings.max_epochs,
             optimizer=state.optimizer,
+            scales_losses=state.precision.scaler.is_enabled(),
             batchnorm_statistics=self._batchnorm_statistics,
             steps_of_epoch=self._steps_of_epoch,
             observe_phases=self._timer.observe,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from framework.api import call as call_module
     from framework.callbacks import timer as timer_module
     from framework.callbacks.profiler import TorchProfiler
+    from framework.callbacks.spikes import Usual
     from framework.callbacks.time_shares import PARTS, PhaseMark, Span, time_shares
     from framework.checkpoint.layout import FORMAT_VERSION, MANIFEST_NAME, FileFacts, Manifest
     from framework.checkpoint.layout import decode as decode_manifest
