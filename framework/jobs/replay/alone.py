@@ -30,18 +30,10 @@ class Alone(Callback):
             )
 
     def observe_trainer(self, trainer: Trainer) -> None:
-        content = self._content
         self._trainer = trainer
-        model = trainer.state.bare_model
-        model.load_state_dict(content["model"])
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in content["trained"])
-        for load in hooks([trainer.state.task], "load_state_dict"):
-            if content["task"]:
-                load(content["task"])
-        trainer.progress.step = content["step"] - 1
-        trainer.progress.epoch = content["epoch"]
-        trainer.repeat_alone(first_position=content["first_position"])
+        trainer.progress.step = self._content["step"] - 1
+        trainer.progress.epoch = self._content["epoch"]
+        trainer.repeat_alone(first_position=self._content["first_position"])
         trainer.wrap_steps(lambda make_step: partial(self._step, make_step))
 
     def on_fit_start(self, info: FitInfo) -> None:
@@ -49,6 +41,8 @@ class Alone(Callback):
         pass
 
     def _step(self, make_step: MakeStep, _: Window) -> Tensor:
+        # Only now: hooks at the start of training and of the epoch may have changed what the task keeps.
+        self._load_state()
         saved = self._content["micro_batches"]
         indices = []
         for micro, of_micro in zip(saved, self._content["indices"], strict=True):
@@ -62,12 +56,24 @@ class Alone(Callback):
         )
         return make_step(window)
 
+    def _load_state(self) -> None:
+        content = self._content
+        state = self._trainer.state
+        model = state.bare_model
+        model.load_state_dict(content["model"])
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in content["trained"])
+        for load in hooks([state.task], "load_state_dict"):
+            if content["task"]:
+                load(content["task"])
+        for name, value in content["slots"].items():
+            setattr(state.task, name, tree_map(self._moved, value))
+
     def _micro_batches(self) -> Iterator[MicroBatch]:
-        context = self._trainer.context
-
-        def moved(value: Any) -> Any:
-            return value.to(context.device) if isinstance(value, Tensor) else value
-
         for micro in self._content["micro_batches"]:
-            restore_generator_states(micro["generators"], devices=context.devices)
-            yield MicroBatch(tree_map(moved, micro["batch"]), micro["num_samples"])
+            restore_generator_states(micro["generators"], devices=self._trainer.context.devices)
+            yield MicroBatch(tree_map(self._moved, micro["batch"]), micro["num_samples"])
+
+    def _moved(self, value: Any) -> Any:
+        """Return a tensor on this rank's device, and anything else as it is."""
+        return value.to(self._trainer.context.device) if isinstance(value, Tensor) else value

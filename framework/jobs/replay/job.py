@@ -109,7 +109,7 @@ class Replay(Job):
             detect_anomaly=config.replay.detect_anomaly,
             saved_rank=None if output is None and not is_alone else config.rank or 0,
         )
-        result = replay(request, start, until=until, callbacks={"replay": recorder}, folder=folder / "training")
+        result = replay(request, start, until=until, callbacks={"replay": recorder}, folder=folder)
         if result.run_dir is None:
             return result
         trained = result.run_dir
@@ -134,7 +134,8 @@ class Replay(Job):
         write_object(file, content)
         if result.status == 0:
             # What was trained is of no use, and may be large.
-            shutil.rmtree(folder / "training")
+            for training in folder.glob(".*"):
+                shutil.rmtree(training)
         print(shown(f"{render(content, rank=config.rank)}\n\n  {display_path(file)}"), flush=True)
         return JobResult(_status(result, content), results={**content, "output": display_path(file)})
 
@@ -201,7 +202,7 @@ def _alone(request: Request, *, rank: int, step: int, trained: RunDir, folder: P
     Raises what the user's code raises.
     """
     file = trained.path / STEP_FILE
-    alone = alone_request(request, step=step, file=file, folder=folder / "alone")
+    alone = alone_request(request, step=step, file=file, folder=folder / ".alone")
     result = ReplayTraining().run(alone)
     if result.status != 0 or result.run_dir is None:
         raise RunError(f"Rank {rank}'s part of the step has failed in this process.")

@@ -40,6 +40,10 @@ class StepFile:
         self._task = {}
         for state_dict in hooks([state.task], "state_dict"):
             self._task = tree_map(_copied, state_dict())
+        # What belongs to the samples of this rank, by the names of the task's attributes.
+        self._slots = {}
+        for name in getattr(state.task, "slot_state", {}):
+            self._slots[name] = tree_map(_copied, getattr(state.task, name))
         self._micro_batches: list[dict[str, Any]] = []
 
     def add(self, micro: MicroBatch) -> None:
@@ -69,6 +73,7 @@ class StepFile:
             "torch": torch.__version__,
             "model": self._model,
             "task": self._task,
+            "slots": self._slots,
             "trained": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
             "first_position": self._first_position,
             "indices": [micro.indices for micro in self._window.indices],

@@ -5,7 +5,7 @@
     result = replay(request, start, until=18_423, callbacks={"look": {"_target_": "…"}}, folder=folder)
 
 The request is that of a job with `takes_run`: its configuration is the one in force at the step, with what is typed.
-The training is an ordinary one in the directory `folder`, with the callbacks of the run and these after them. It logs
+The training is an ordinary one in a directory in `folder`, with the callbacks of the run and these after them. It logs
 to metrics.jsonl there, and nothing to the run and its trackers. It saves no checkpoints, and isn't tested.
 """
 
@@ -24,11 +24,12 @@ from framework.config.parse import parse
 from framework.config.schema import Config, Node
 from framework.config.topology import Topology
 from framework.data.batching import plan_steps
+from framework.errors import ConfigError
 from framework.jobs.train import Train
 from framework.runs.record import RunRecord
 from framework.runs.segments import Segment, checkpoint_before, segment_at
 from framework.strategies.rules import rules_of, strategy_request
-from framework.system.formatting import format_count, format_duration, format_seconds
+from framework.system.formatting import display_path, format_count, format_duration, format_seconds
 from framework.system.run_dir import RunDir, read_object
 from framework.types import DataShare
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 STEP_FILE = "replay/step.pt"
 # Its folder of the samples' pictures.
 PICTURES = "replay/pictures"
+# It is a training to all of its parts. Lists of runs pass over hidden folders.
+_DIRECTORY = ".training"
 _MINUTE_S = 60.0
 _LOCAL = "framework.launch.local.LocalLauncher"
 IN_PROCESS = "framework.launch.in_process.InProcessLauncher"
@@ -55,8 +58,17 @@ class Start:
 
 
 def find_start(run_dir: RunDir, *, step: int) -> Start:
-    """Return where to begin to repeat optimizer step `step`: the newest checkpoint before it, or from scratch."""
+    """Return where to begin to repeat optimizer step `step`: the newest checkpoint before it, or from scratch.
+
+    Raises ConfigError for a branch of another run that has no such checkpoint.
+    """
     checkpoint = checkpoint_before(run_dir, step - 1)
+    branch = run_dir.read_run().get("branch_of")
+    if checkpoint is None and branch is not None:
+        raise ConfigError(
+            f"{display_path(run_dir.path)} branches off {branch['run']} at step {branch['step']:,}, and has no "
+            "checkpoint left from before this step. Name a later step, or branch again."
+        )
     done = None
     if checkpoint is not None:
         done = step_of(checkpoint.name)
@@ -128,7 +140,7 @@ class ReplayTraining(Train):
 def replay(
     request: Request, start: Start, *, until: int, callbacks: Mapping[str, Node], folder: Path, saves: bool = False
 ) -> JobResult:
-    """Train from `start` until `until` optimizer steps are done, in the new directory `folder`.
+    """Train from `start` until `until` optimizer steps are done, in a new directory in `folder`.
 
     Steps between the checkpoint and a resume with other settings are repeated with the settings of that time.
 
@@ -150,14 +162,14 @@ def replay(
         raw = _training_config(raw, leg.segment, checkpoint=checkpoint, saves=saves or not is_last)
         stop = {"_target_": "framework.jobs.replay.rank.StopAfter", "step": leg.until}
         raw["callbacks"] = {**raw["callbacks"], **(callbacks if is_last else {}), "replay_end": stop}
-        training = training_request(request, raw)
+        # At a branch point, the checkpoint is taken over as far as the changes allow.
+        training = replace(training_request(request, raw), branch_of=run_dir.read_run().get("branch_of"))
 
         if training.placement.launcher.runs_in_command:
-            training = replace(training, parent_run=folder)
-        elif is_last:
-            training = replace(training, sub_run=folder)
+            training = replace(training, parent_run=folder / _DIRECTORY)
         else:
-            training = replace(training, sub_run=folder.with_name(f"{folder.name}_to_{leg.until}"))
+            name = _DIRECTORY if is_last else f"{_DIRECTORY}_to_{leg.until}"
+            training = replace(training, sub_run=folder / name)
         result = ReplayTraining().run(training)
         if result.status != 0 or result.run_dir is None:
             break
@@ -203,6 +215,8 @@ def _training_config(
         saves: save a checkpoint at the end.
     """
     raw: dict[str, Any] = deepcopy(dict(config))
+    # The user's code may ask for it.
+    raw["job"] = "train"
     raw["resume"] = None if checkpoint is None else str(checkpoint)
     raw["logger"] = {"jsonl": {"_target_": "framework.loggers.jsonl.JsonlLogger"}}
     raw["preflight"] = {**raw.get("preflight", {}), "enabled": False}
@@ -262,7 +276,10 @@ def alone_request(request: Request, *, step: int, file: Path, folder: Path) -> R
     # All weights come from the file, and any step of the data will do.
     raw["init_from"] = None
     raw["init"] = {**raw.get("init", {}), "training": False}
-    raw["data"] |= {"global_batch_size": None, "num_workers": 0}
+    batch_size = _global_batch_size(segment)
+    if batch_size is not None:
+        batch_size = batch_size // segment.topology["world_size"] or None
+    raw["data"] |= {"global_batch_size": batch_size, "num_workers": 0}
     recorder = recorder_node(first=step, last=step)
     alone = {"_target_": "framework.jobs.replay.alone.Alone", "file": str(file)}
     stop = {"_target_": "framework.jobs.replay.rank.StopAfter", "step": step}
