@@ -4,6 +4,9 @@
 
 The measured peak is that of the profiler's `[memory]` events over three steps of a real training, with the weights and
 buffers that were there before; rank 0 is measured. tests/features/test_forecast.py holds the difference below 1 %.
+
+With fsdp the measured peak is another one in each run, since gloo's threads gather the next shards while the step goes
+on, or don't. The forecast has one gathered module at a time, the least that is needed; three runs are measured.
 """
 
 from __future__ import annotations
@@ -69,7 +72,6 @@ CASES = (
     Case("convolutions, 4 accumulated", ("recipe=digits", "trainer.accumulate_grad_batches=4")),
     Case("convolutions, frozen features", ("recipe=finetune_digits",)),
     Case("convolutions, ddp", ("recipe=digits", _TWO)),
-    Case("convolutions, fsdp", ("recipe=digits", *_SHARDED)),
     Case("GPT", _GPT),
     Case("GPT, batches of 48", (*_GPT, "data.global_batch_size=48")),
     Case("GPT, SGD", (*_GPT, "optimizer=sgd")),
@@ -79,9 +81,13 @@ CASES = (
     Case("GPT, 2 accumulated", (*_GPT, "trainer.accumulate_grad_batches=2")),
     Case("GPT, ddp", (*_GPT, _TWO)),
     Case("GPT, ddp, 2 accumulated", (*_GPT, _TWO, "trainer.accumulate_grad_batches=2")),
+)
+SHARDED_CASES = (
+    Case("convolutions, fsdp", ("recipe=digits", *_SHARDED)),
     Case("GPT, fsdp", (*_GPT, *_SHARDED)),
     Case("GPT, fsdp, recomputed", (*_GPT, *_SHARDED, _RECOMPUTED)),
 )
+_SHARDED_RUNS = 3
 
 
 def tokens(**_: Any) -> Datasets:
@@ -129,18 +135,19 @@ def _local(tensor: Tensor) -> Tensor:
 
 def main() -> None:
     rows = [("training", "forecast", "measured", "difference")]
-    for case in CASES:
+    for case in CASES + SHARDED_CASES:
         forecast = _forecast(case)
-        measured = _measured(case)
-        rows.append(
-            (
-                case.name,
-                format_binary_bytes(forecast),
-                format_binary_bytes(measured),
-                f"{100 * (forecast / measured - 1):+.2f} %",
+        for _ in range(_SHARDED_RUNS if case in SHARDED_CASES else 1):
+            measured = _measured(case)
+            rows.append(
+                (
+                    case.name,
+                    format_binary_bytes(forecast),
+                    format_binary_bytes(measured),
+                    f"{100 * (forecast / measured - 1):+.2f} %",
+                )
             )
-        )
-        print(rows[-1], file=sys.stderr, flush=True)
+            print(rows[-1], file=sys.stderr, flush=True)
     print(format_table(rows))
 
 

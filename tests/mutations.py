@@ -337,8 +337,8 @@ TRAINER = [
         name="clipping-in-logged-steps-only",
         caught_by="tests/unit/test_trainer.py::test_training_equals_a_plain_loop_bit_for_bit",
         within="Trainer._update",
-        old="settings.gradient_clip_val is not None or self.logbook.is_due(self.progress.step + 1)",
-        new="settings.gradient_clip_val is not None and self.logbook.is_due(self.progress.step + 1)",
+        old="clips or bool(norm_hooks) or self.logbook.is_due(self.progress.step + 1)",
+        new="bool(norm_hooks) or (clips and self.logbook.is_due(self.progress.step + 1))",
         what="Gradients are clipped in every 50th step only, and grad_norm is not logged without clipping.",
     ),
 ]

@@ -572,7 +572,8 @@ class Trainer:
             if norm is not None:
                 self.logbook.grad_norms[f"{objective.name}/grad_norm".lstrip("/")] = norm
                 for hook in norm_hooks:
-                    leaves_out |= hook(norm, objective.name)
+                    if hook(norm, objective.name):
+                        leaves_out = True
 
         self.logbook.lrs = [group["lr"] for group in state.optimizer.param_groups]
         # A scaler skips the step if gradients overflow; if it doesn't, `_note_optimizer_step` sets this to True.

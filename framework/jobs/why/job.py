@@ -25,6 +25,7 @@ import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from framework.command.job import Job
@@ -170,14 +171,15 @@ def _leap(record: RunRecord, metric: str) -> tuple[int, int]:
 
 
 def _leap_at(values: Sequence[float], position: int) -> float:
-    """Return how far a value is from the median of the four around it."""
+    """Return how far a value is from the median of the four nearest to it."""
     value = values[position]
     if not math.isfinite(value):
         return math.inf
-    others = sorted([*values[max(0, position - 2) : position], *values[position + 1 : position + 3]])
+    begin = max(0, min(position - 2, len(values) - 5))
+    others = [other for number, other in enumerate(values[begin : begin + 5], start=begin) if number != position]
     if not others:
         return 0.0
-    distance = abs(value - others[len(others) // 2])
+    distance = abs(value - median(others))
     return distance if math.isfinite(distance) else 0.0
 
 
