@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from framework.distributed.sharded import local_tensor
 from framework.monitoring.failure import OUT_OF_MEMORY
 from framework.system.rank_log import warn
 from framework.training.trainer import Trainer
@@ -100,8 +100,7 @@ def _entries(trainer: Trainer) -> Iterator[_Entry]:
 
 
 def _entry(category: str, module: str, tensor: Tensor) -> _Entry:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    storage = local.untyped_storage()
+    storage = local_tensor(tensor).untyped_storage()
     return _Entry(category, module, storage.data_ptr(), storage.nbytes())
 
 

@@ -99,10 +99,19 @@ class Page:
             raise AssertionError(f"{script}\n{answer['exceptionDetails']}")
         return answer["result"].get("value")
 
+    def _evaluated_here(self, script: str) -> Any:
+        """The value of an expression; None if the page is being left for another one."""
+        try:
+            return self.evaluate(script)
+        except AssertionError as error:
+            if "Inspected target navigated" not in str(error):
+                raise
+            return None
+
     def wait_for(self, script: str, *, timeout: float) -> Any:
         """The first value of the expression that is true. Fails with what the page shows if none is in time."""
         deadline = time.monotonic() + timeout
-        while not (value := self.evaluate(script)):
+        while not (value := self._evaluated_here(script)):
             if time.monotonic() > deadline:
                 raise AssertionError(f"not true within {timeout} s: {script}\nThe page shows:\n{self.text()}")
             time.sleep(_POLL_S)
