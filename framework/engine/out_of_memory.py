@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from framework.distributed.sharded import local_tensor
+from framework.launch.error_record import text_of
 from framework.monitoring.failure import OUT_OF_MEMORY
 from framework.system.rank_log import warn
 from framework.training.trainer import Trainer
@@ -32,9 +33,11 @@ class _Entry(NamedTuple):
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return True if the error or a cause of it is an out-of-memory error: torch's, Python's, or an allocator's."""
     while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        # A user's exception may raise when it is asked for its class or its text.
+        kind = type(error)
+        if issubclass(kind, (torch.OutOfMemoryError, MemoryError)):
             return True
-        if isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)):
+        if issubclass(kind, RuntimeError) and OUT_OF_MEMORY.search(text_of(error)):
             return True
         error = error.__cause__
     return False
