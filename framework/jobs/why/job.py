@@ -34,7 +34,7 @@ from framework.config.schema import Config
 from framework.errors import ConfigError
 from framework.jobs.replay.changes import changes_since
 from framework.jobs.replay.training import last_step
-from framework.jobs.why.repeating import Repeated, fault_watch, repeat, start_before
+from framework.jobs.why.repeating import Repeated, described, fault_watch, repeat, start_before
 from framework.jobs.why.two_runs import compare_two
 from framework.remote.place import outputs_folder
 from framework.runs.record import RunRecord, read_run
@@ -132,7 +132,7 @@ def _of_one(request: Request, record: RunRecord, *, folder: Path) -> dict[str, A
     return {
         "run": record.run,
         "recipe": record.recipe,
-        "repeated": [_described(repeated) for repeated in repetitions],
+        "repeated": [described(repeated) for repeated in repetitions],
         "fault": fault,
         "changes": changes,
         "text": _text(record, repetitions[-1], fault, changes, is_nonfinite=is_nonfinite),
@@ -190,12 +190,6 @@ def _first_fault(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     first: dict[str, Any] = dict(min(faults, key=lambda fault: fault["order"]))
     del first["order"]
     return first
-
-
-def _described(repeated: Repeated) -> dict[str, Any]:
-    checkpoint = repeated.start.checkpoint
-    name = None if checkpoint is None else checkpoint.name
-    return {"checkpoint": name, "from_step": repeated.start.step, "until": repeated.until}
 
 
 def _text(

@@ -32,6 +32,13 @@ class Repeated:
     ranks: list[dict[str, Any]]
 
 
+def described(repeated: Repeated) -> dict[str, Any]:
+    """Return what an answer says of a repetition."""
+    checkpoint = repeated.start.checkpoint
+    name = None if checkpoint is None else checkpoint.name
+    return {"checkpoint": name, "from_step": repeated.start.step, "until": repeated.until}
+
+
 def fault_watch(*, first: int | None = None, last: int | None = None) -> Node:
     """Return the callback that finds the first fault; see `FaultWatch`."""
     return {"_target_": _FAULT_WATCH, "first": first, "last": last}

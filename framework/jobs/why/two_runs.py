@@ -27,7 +27,7 @@ from framework.command.trust import check_trust
 from framework.config.saved import load_rerun
 from framework.errors import ConfigError
 from framework.jobs.replay.training import Start, last_step
-from framework.jobs.why.repeating import Repeated, repeat, start_before, trace
+from framework.jobs.why.repeating import Repeated, described, repeat, start_before, trace
 from framework.remote.place import outputs_folder
 from framework.runs.compare import cell, compare
 from framework.runs.find import local_runs, named_runs
@@ -73,14 +73,7 @@ def compare_two(request: Request, *, folder: Path) -> dict[str, Any]:
     return {
         "runs": [record.run for record in records],
         "difference": difference,
-        "repeated": [
-            {
-                "checkpoint": None if repeated.start.checkpoint is None else repeated.start.checkpoint.name,
-                "from_step": repeated.start.step,
-                "until": repeated.until,
-            }
-            for repeated in repetitions
-        ],
+        "repeated": [described(repeated) for repeated in repetitions],
         "sections": sections,
         "text": "\n".join(_lines(difference, sections, until=until)),
     }
