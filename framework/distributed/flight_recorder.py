@@ -10,14 +10,15 @@ from __future__ import annotations
 import ctypes
 import io
 import logging
+import math
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, final
 
 from framework.system.files import MAX_RECORD_BYTES, read_bytes
 from framework.system.formatting import format_numbers
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
 
 # The last collectives that are kept: torch's own number, a few MB at most.
 _NUM_ENTRIES = "2000"
+# The last ones of each rank. Comparing the 2,000 of 64 ranks would take a minute.
+_COMPARED_ENTRIES = 500
 # Of ranks, in a line of text.
 _SHOWN_SPANS = 8
+_SHOWN_GROUPS = 3
 _CODE_CACHE = "torch._inductor.codecache"
 _Handler = ctypes.CFUNCTYPE(None)
 # C++ may call them until the process ends.
 _HANDLERS: list[object] = []
-_TORCH = f"{os.sep}torch{os.sep}"
 
 
 # On a rank
@@ -135,64 +138,125 @@ class _NoGeneratedCode:
 # Where the failure is reported
 
 
-def compare_dumps(arguments: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the first collective that ranks disagree about, as `difference`; None if they agree, or without dumps.
+class _Dump(NamedTuple):
+    """What a rank recorded, of which the other ranks have a record, too."""
+
+    entries: list[dict[str, Any]]
+    # By name; each has `name`, `desc` and `ranks`.
+    groups: Mapping[str, Any]
+    version: str
+
+
+def compare_dumps(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `collectives`, the first of each group that ranks disagree about, as text, or `uncompared`: why not.
+
+    The collective that began first comes first. There is none if the ranks agree, or without dumps of two ranks.
 
     Args:
-        arguments: `prefix`, the path of the dumps without the ranks' numbers.
+        arguments: `prefix`, the path of the dumps without the ranks' numbers, and `world_size`.
     """
-    prefix = Path(arguments["prefix"])
-    dumps: dict[str, dict[str, Any]] = {}
-    for file in prefix.parent.glob(f"{prefix.name}*"):
-        rank = int(file.name.removeprefix(prefix.name))
-        dumped = _unpickled(read_bytes(file))
-        dumps[file.name] = {
-            "host_name": file.name,
-            "rank": rank,
-            "entries": dumped["entries"],
-            "version": dumped["version"],
-            "pg_config": dumped["pg_config"],
-        }
-    if len(dumps) < 2:
-        return {"difference": None}
     try:
-        return {"difference": _first_difference(dumps)}
-    # Whatever its reader stumbles over, as over a collective that it doesn't know: the failure is still reported.
+        dumps = _read_dumps(Path(arguments["prefix"]), world_size=arguments["world_size"])
+        return {"collectives": _differences(dumps)}
+    # Whatever torch's reader stumbles over, or a dump that NCCL has written half: the failure is still reported.
     except Exception as error:
-        return {"difference": f"torch's reader can't compare what the ranks recorded: {type(error).__name__}: {error}"}
+        return {"uncompared": f"torch's reader can't compare what the ranks recorded: {type(error).__name__}: {error}"}
 
 
-def _first_difference(dumps: Mapping[str, dict[str, Any]]) -> str | None:
+def _read_dumps(prefix: Path, *, world_size: int) -> dict[int, _Dump]:
+    dumps = {}
+    for rank in range(world_size):
+        with suppress(FileNotFoundError):
+            content = _unpickled(read_bytes(prefix.with_name(f"{prefix.name}{rank}")))
+            entries = content["entries"][-_COMPARED_ENTRIES:]
+            dumps[rank] = _Dump(entries, content["pg_config"], content["version"])
+    return _comparable(dumps)
+
+
+def _comparable(dumps: Mapping[int, _Dump]) -> dict[int, _Dump]:
+    """Return the dumps without the collectives that the buffer of another rank no longer has.
+
+    A rank that belongs to more groups makes more records, so it has forgotten more. torch's reader compares ranks from
+    the same number of a record on.
+    """
+    # The first collective of a group that all of its ranks still have.
+    starts: dict[str, float] = {}
+    for dump in dumps.values():
+        for group in dump.groups:
+            numbers = [entry["collective_seq_id"] for entry in dump.entries if entry["process_group"][0] == group]
+            is_complete = not dump.entries or dump.entries[0]["record_id"] == 0
+            start = 0 if is_complete else min(numbers, default=math.inf)
+            starts[group] = max(start, starts.get(group, 0))
+
+    comparable = {}
+    for rank, dump in dumps.items():
+        entries = [entry for entry in dump.entries if entry["collective_seq_id"] >= starts[entry["process_group"][0]]]
+        numbered = [{**entry, "record_id": number} for number, entry in enumerate(entries)]
+        comparable[rank] = dump._replace(entries=numbered)
+    return comparable
+
+
+def _differences(dumps: Mapping[int, _Dump]) -> list[str]:
+    if len(dumps) < 2:
+        return []
     # It prints everything that it finds.
     logging.getLogger("Flight Recorder").addFilter(lambda _record: False)
     from torch.distributed.flight_recorder.components.builder import build_db
     from torch.distributed.flight_recorder.components.config_manager import JobConfig
 
+    details = {}
+    for rank, dump in dumps.items():
+        # The reader removes what it has compared.
+        details[str(rank)] = {
+            "rank": rank,
+            "entries": list(dump.entries),
+            "pg_config": dump.groups,
+            "version": dump.version,
+        }
+    version = next(iter(dumps.values())).version
     settings = JobConfig().parse_args(["--allow-incomplete-ranks"])
-    version = next(iter(dumps.values()))["version"]
-    for collective in build_db(dict(dumps), settings, version).collectives:
+    first_of_group: dict[str, _Difference] = {}
+    for collective in build_db(details, settings, version).collectives:
         if collective.missing_ranks or not collective.pass_check:
-            return _in_words(collective)
-    return None
+            first_of_group.setdefault(collective.pg_desc, _Difference.of(collective, dumps))
+    differences = sorted(first_of_group.values(), key=lambda difference: difference.began_ns)
+    return [difference.text for difference in differences[:_SHOWN_GROUPS]]
 
 
-def _in_words(collective: Collective) -> str:
-    """Return `collective 7: rank 0 calls broadcast of [3] at a.py:5; rank 1 calls all_reduce of [4] at a.py:6`."""
-    others = collective.mismatch_collectives or {}
-    missing = set(collective.missing_ranks or ())
-    alike = sorted(set(collective.expected_ranks) - missing - others.keys())
-    calls: dict[str, list[int]] = {_call(collective): alike}
-    for rank, other in sorted(others.items()):
-        calls.setdefault(_call(other), []).append(rank)
+class _Difference(NamedTuple):
+    """A collective that ranks disagree about."""
 
-    parts = [f"{_ranks(ranks, verb='call')} {call}" for call, ranks in calls.items()]
-    if missing:
-        parts.append(f"{_ranks(missing, verb='never call')} it")
-    group = ""
-    name = collective.pg_desc.partition(":")[2]
-    if name not in ("", "default_pg"):
-        group = f" of the group {name}"
-    return f"collective {collective.collective_seq_id}{group}: {'; '.join(parts)}"
+    began_ns: int
+    # `collective 7: rank 0 calls broadcast of Float [3] at a.py:5; rank 1 calls all_reduce of Float [4] at a.py:6`
+    text: str
+
+    @staticmethod
+    def of(collective: Collective, dumps: Mapping[int, _Dump]) -> _Difference:
+        others = collective.mismatch_collectives or {}
+        missing = set(collective.missing_ranks or ())
+        # The reader compares the others with the first of these.
+        alike = sorted((set(collective.expected_ranks) & dumps.keys()) - missing - others.keys())
+        entries = {rank: dumps[rank].entries[other.record_id] for rank, other in sorted(others.items())}
+        entries |= dict.fromkeys(alike, dumps[alike[0]].entries[collective.record_id])
+
+        calls: dict[str, list[int]] = {}
+        for rank in sorted(entries):
+            calls.setdefault(_call(entries[rank]), []).append(rank)
+        if len(calls) == 1 and others:
+            # The same call, which one device has begun and another one hasn't.
+            calls = {}
+            for rank in sorted(entries):
+                calls.setdefault(f"{_call(entries[rank])} ({entries[rank]['state']})", []).append(rank)
+        parts = [f"{_ranks(ranks, verb='call')} {call}" for call, ranks in calls.items()]
+        if missing:
+            parts.append(f"{_ranks(missing, verb='never call')} it")
+
+        group = ""
+        name = collective.pg_desc.partition(":")[2]
+        if name not in ("", "default_pg"):
+            group = f" of the group {name}"
+        text = f"collective {collective.collective_seq_id}{group}: {'; '.join(parts)}"
+        return _Difference(min(entry["time_created_ns"] for entry in entries.values()), text)
 
 
 def _ranks(ranks: Iterable[int], *, verb: str) -> str:
@@ -202,12 +266,18 @@ def _ranks(ranks: Iterable[int], *, verb: str) -> str:
     return f"ranks {format_numbers(numbers, max_spans=_SHOWN_SPANS)} {verb}"
 
 
-def _call(collective: Collective) -> str:
-    name = collective.collective_name.partition(":")[2]
-    text = f"{name} of {', '.join(map(str, collective.input_sizes))}"
-    for frame in collective.collective_frames:
+def _call(entry: Mapping[str, Any]) -> str:
+    """Return what was called, with what, and where: `all_reduce of Float [7] at mine.py:36`."""
+    import torch
+
+    text: str = entry["profiling_name"].partition(":")[2]
+    tensors = [f"{dtype} {size}" for dtype, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)]
+    if tensors:
+        text += f" of {', '.join(tensors)}"
+    folder = f"{Path(torch.__file__).parent}{os.sep}"
+    for frame in entry.get("frames", ()):
         # The first one that isn't torch's: its caller.
-        if _TORCH not in str(frame["filename"]):
+        if not frame["filename"].startswith(folder):
             return f"{text} at {frame['filename']}:{frame['line']}"
     return text
 

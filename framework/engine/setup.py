@@ -122,6 +122,8 @@ def _record_collectives(setup: RankSetup) -> None:
     prefix = setup.run_dir.collectives_of(attempt=setup.attempt)
     record_collectives(prefix)
     file = prefix.with_name(f"{prefix.name}{setup.context.rank}")
+    # Of an earlier start of this run.
+    file.unlink(missing_ok=True)
     rank_status = setup.link.rank_status
     rank_status.set_dump(partial(dump_collectives, file, backend=setup.context.backend))
     if setup.context.backend == "gloo":

@@ -486,16 +486,16 @@ class NodeRun:
             compare_dumps=self._compare_dumps,
         )
 
-    def _compare_dumps(self, arguments: Mapping[str, str]) -> Mapping[str, str | None]:
+    def _compare_dumps(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         purpose = "compare the ranks' collectives"
         try:
             entry = "framework.distributed.flight_recorder:compare_dumps"
             return call_in_child(self._fork_server, entry, arguments, timeout_s=_COMPARE_S, purpose=purpose)
         except LaunchError:
             # The failure itself is still to be reported.
-            return {"difference": f"torch's reader hasn't compared what the ranks recorded within {_COMPARE_S:g} s"}
+            return {"uncompared": f"torch's reader hasn't compared what the ranks recorded within {_COMPARE_S:g} s"}
         except FrameworkError as error:
-            return {"difference": str(error)}
+            return {"uncompared": str(error)}
 
     def _end_ranks(self) -> None:
         """Kill every rank that still runs, and end what the ranks have forked.

@@ -45,12 +45,17 @@ _IN_SET_UP = (
     "backend.init_timeout, which counts instead of backend.timeout until the first step is done "
     "(job=preflight: backend.timeout)"
 )
+_CALLS = "Look for what differs between ranks before these lines, such as a branch that only some take."
 # Added if ranks timed out waiting for each other before that.
 _FIRST_STEP = " Until the first step is done, ranks wait for backend.init_timeout, whatever backend.timeout is."
 
 
-def advice(first: RankFailure, *, world_size: int) -> str:
-    """Return one or two sentences on what to try; "" if the failure itself says everything."""
+def advice(first: RankFailure, *, world_size: int, disagree: bool = False) -> str:
+    """Return one or two sentences on what to try; "" if the failure itself says everything.
+
+    Args:
+        disagree: the report names a collective that ranks disagree about.
+    """
     match first.kind:
         case _ if first.oom:
             return (
@@ -64,6 +69,8 @@ def advice(first: RankFailure, *, world_size: int) -> str:
             )
         case FailureKind.STOPPED:
             return "Something stopped the process: a debugger, a job scheduler that suspends, or `kill -STOP`."
+        case FailureKind.HUNG if first.exception is not None and disagree:
+            return _CALLS
         case FailureKind.HUNG:
             look_at = _BY_PHASE.get(first.phase, "Its stack shows where it is.")
             if first.hook is not None:
@@ -73,6 +80,8 @@ def advice(first: RankFailure, *, world_size: int) -> str:
             else:
                 key = _IN_SET_UP
             return f"{look_at} If it is only slow, raise {key}."
+        case FailureKind.SIGNAL if disagree:
+            return _CALLS
         case FailureKind.SIGNAL if first.said is not None:
             return _by_message(first.said)
         case FailureKind.SIGNAL if first.signal in CRASH_SIGNALS:
@@ -102,6 +111,8 @@ def advice(first: RankFailure, *, world_size: int) -> str:
         return _GRADIENT_IN_EVALUATION
     if not first.lost_peer or world_size == 1:
         return ""
+    if disagree:
+        return _CALLS
     if first.timed_out:
         words = (
             "No rank was behind the others: they may have called different collectives. Compare the stacks in the "

@@ -356,11 +356,20 @@ def _hung(ranks: Sequence[_StatedRank], failures: Sequence[RankFailure]) -> list
             time=time,
             waited_s=waited_s if furthest else None,
             waited_in=furthest[0].place["phase"] if furthest else None,
-            hook=hook_in(rank.stacks),
-            stacks=rank.stacks,
+            **_where(rank),
         )
         for rank in sorted(late, key=_most_behind_first)
     ]
+
+
+def _where(rank: _StatedRank) -> dict[str, Any]:
+    """Return what shows where a rank was while others waited for it, as fields of RankFailure.
+
+    One that waited elsewhere, as in another group, has raised when the others were gone. Its stack is of its closing.
+    """
+    if rank.failure is None:
+        return {"hook": hook_in(rank.stacks), "stacks": rank.stacks}
+    return {name: rank.failure.get(name) for name in ("exception", "traceback", "hook")}
 
 
 def _most_behind_first(rank: _StatedRank) -> tuple[bool, int, int, int]:

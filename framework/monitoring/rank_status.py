@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import logging
 import mmap
 import os
 import signal
@@ -19,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from typing import Any, NoReturn, final
@@ -213,9 +214,11 @@ class RankStatus:
         with self._dumping:
             if self._dump is None or self._page.is_dumped:
                 return
-            # A full disk, or a run directory that is gone: there is another failure to report, and this is for it.
-            with suppress(OSError):
+            try:
                 self._dump()
+            except Exception as error:
+                # A full disk, or what torch's recorder raises: there is another failure to report, and this is for it.
+                logging.getLogger("framework").warning("The collectives of this rank can't be dumped: %s", error)
             self._page.is_dumped = True
 
     def register(self) -> None:

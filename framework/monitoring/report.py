@@ -47,8 +47,10 @@ class FailureReport:
     living: Mapping[str, str] = field(default_factory=dict)
     # Ranks that others waited for earlier in the run.
     late: Sequence[Mapping[str, Any]] = ()
-    # After a time-out: the first collective that ranks disagree about.
-    collectives: str | None = None
+    # After a time-out: the first collective of each group that ranks disagree about; see `flight_recorder`.
+    collectives: Sequence[str] = ()
+    # Why the ranks' collectives weren't compared.
+    uncompared: str | None = None
     # After a rank ran out of memory: the peak that a step was to have, and a change that lowers it.
     forecast: Mapping[str, Any] | None = None
     # None if it couldn't be written; `unsaved` says why.
@@ -60,7 +62,7 @@ class FailureReport:
             **asdict(self),
             "first": self.first.to_plain(),
             "others": [other.to_plain() for other in self.others],
-            "advice": advice(self.first, world_size=self.world_size),
+            "advice": _advice(self),
         }
 
     @staticmethod
@@ -68,6 +70,7 @@ class FailureReport:
         known = {key: value for key, value in plain.items() if key != "advice"}
         known["first"] = RankFailure.from_plain(plain["first"])
         known["others"] = tuple(RankFailure.from_plain(other) for other in plain["others"])
+        known["collectives"] = tuple(plain.get("collectives") or ())
         return FailureReport(**known)
 
 
@@ -84,7 +87,7 @@ def report_failure(
     topology: Topology,
     attempt: int,
     is_last: bool,
-    compare_dumps: Callable[[Mapping[str, str]], Mapping[str, str | None]],
+    compare_dumps: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> FailureReport:
     """Make the report of one attempt and write it. Takes seconds.
 
@@ -113,7 +116,7 @@ def report_failure(
     failures = (report.first, *report.others)
     if topology.world_size > 1 and any(failure.may_disagree for failure in failures):
         prefix = str(run_dir.collectives_of(attempt=attempt))
-        report = replace(report, collectives=compare_dumps({"prefix": prefix})["difference"])
+        report = replace(report, **compare_dumps({"prefix": prefix, "world_size": topology.world_size}))
 
     file = run_dir.failure_of(node=monitor.node, attempt=attempt, is_last=is_last or report.first.is_final)
     report = replace(report, file=str(file), node=monitor.node)
@@ -177,6 +180,10 @@ def _masked(value: Any) -> Any:
     if isinstance(value, str):
         return masked_text(value)
     return value
+
+
+def _advice(report: FailureReport) -> str:
+    return advice(report.first, world_size=report.world_size, disagree=bool(report.collectives))
 
 
 # The text for the terminal
@@ -282,9 +289,13 @@ def _rows(report: FailureReport) -> Iterator[tuple[str, list[str]]]:
         name = "closing" if first.kind is FailureKind.EXCEPTION else "stack"
         frames = list(main_stack(first.stacks))[:_SHOWN_FRAMES]
         yield name, [shown_frame(line) for line in frames]
-    if report.collectives is not None:
-        yield "calls", _wrapped(report.collectives)
-    words = advice(first, world_size=report.world_size)
+    calls: list[str] = []
+    for text in (*report.collectives, report.uncompared or ""):
+        # The files of the user's project are shown as in the rows above.
+        calls += _wrapped(text.replace(f"{Path.cwd()}/", ""))
+    if calls:
+        yield "calls", calls
+    words = _advice(report)
     if first.memory is not None:
         yield from _memory_rows(first.memory)
     if report.forecast is not None:

@@ -142,6 +142,7 @@ if TYPE_CHECKING:
         sum_over_ranks,
     )
     from framework.distributed.context import Context, make_context
+    from framework.distributed.flight_recorder import compare_dumps
     from framework.distributed.metric_sync import sync_through
     from framework.distributed.process_group import (
         backends,

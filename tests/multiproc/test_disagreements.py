@@ -51,18 +51,20 @@ def disagreement(train: Callable[..., Path], instead: str) -> tuple[Path, str]:
     task = ("~task", f"+task._target_={__name__}.Exchanges", f"+task.instead={instead}")
     run = train(*TWO, *NO_EVALUATION, *task, status=1)
     report = json.loads((run / "failure.json").read_text())
-    return run, report["collectives"]
+    (difference,) = report["collectives"]
+    return run, difference
 
 
 def test_a_skipped_collective_is_named(train: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> None:
     # gloo aborts the rank that receives more than seven numbers.
     _, difference = disagreement(train, "skipped")
     first, second = difference.split("; ")
-    assert first.endswith(f": rank 0 calls all_reduce of [7] at {line_of('dist.all_reduce(torch.ones(7))')}")
+    assert first.endswith(f": rank 0 calls all_reduce of Float [7] at {line_of('dist.all_reduce(torch.ones(7))')}")
     # That of the gradients.
-    assert second.startswith("rank 1 calls all_reduce of [165] at ")
+    assert second.startswith("rank 1 calls all_reduce of Float [165] at ")
     printed = " ".join(capfd.readouterr().err.split())
-    assert f"calls {difference}" in printed
+    shown = difference.replace(f"{Path.cwd()}/", "")
+    assert f"calls {shown} try Look for what differs between ranks" in printed
     assert "stack all_reduce at " in printed
 
 
@@ -70,7 +72,7 @@ def test_a_skipped_collective_is_named(train: Callable[..., Path], capfd: pytest
 def test_a_rank_that_leaves_is_named(train: Callable[..., Path]) -> None:
     # The others' wait times out.
     run, difference = disagreement(train, "sleeps")
-    exchange = f"all_reduce of [7] at {line_of('dist.all_reduce(torch.ones(7))')}"
+    exchange = f"all_reduce of Float [7] at {line_of('dist.all_reduce(torch.ones(7))')}"
     assert difference.endswith(f": rank 0 calls {exchange}; rank 1 never calls it")
     # torch's own command reads the same files.
     options = ("-p", "collectives_attempt_0_rank_")
@@ -78,3 +80,13 @@ def test_a_rank_that_leaves_is_named(train: Callable[..., Path]) -> None:
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr
     assert "Not all ranks joining collective" in printed
     assert "missing ranks: {1}" in printed
+
+
+@pytest.mark.exhaustive
+def test_dumps_of_an_earlier_start_are_not_compared(train: Callable[..., Path]) -> None:
+    short = ("recipe=toy", "topology.procs_per_node=2", "trainer.max_steps=1", "checkpoint.monitor=null")
+    run = train(*short, *NO_EVALUATION)
+    earlier = run / "logs" / "collectives_attempt_0_rank_1"
+    earlier.write_bytes(b"")
+    train(f"resume={run}", "trainer.max_steps=2")
+    assert not earlier.exists()

@@ -192,6 +192,8 @@ def test_a_rank_that_arrived_too_late_is_first() -> None:
     report = make_report([statement(waited), statement(came, node=1)], world_size=2)
     assert order(report) == [1, 0]
     assert (report.first.kind, report.first.node, report.first.host) == (FailureKind.HUNG, 1, "host1")
+    # Where it was until the others were gone.
+    assert report.first.exception == LOST_PEER
 
 
 def test_a_silent_node_that_was_awaited_is_first() -> None:
