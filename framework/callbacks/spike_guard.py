@@ -32,6 +32,8 @@ class _Spike(NamedTuple):
     score: float
 
     def text(self) -> str:
+        if not math.isfinite(self.value):
+            return f"{self.name} is {self.value}"
         return f"{self.name} {self.value:.4g} (usually {self.usual:.4g}, {self.score:.1f} robust standard deviations)"
 
 

@@ -30,3 +30,8 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             leaves[f"{prefix}{name}"] = value
     return leaves
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Return True if two values of a configuration are equal. Unlike for ==, NaN equals itself."""
+    return bool(one == other) or repr(one) == repr(other)

@@ -15,10 +15,10 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from framework.config.schema import DataConfig
 from framework.data.batching import count_windows
@@ -64,6 +64,14 @@ class SkippedSteps:
 
 
 NO_STEPS = SkippedSteps()
+
+
+def with_skipped_steps(data: Mapping[str, Any], numbers: Iterable[int]) -> dict[str, Any]:
+    """Return the section `data` of a configuration with these steps among those that are left out."""
+    left_out = set(numbers)
+    # Configurations of earlier versions have neither.
+    deferred = [number for number in data.get("defer_steps", ()) if number not in left_out]
+    return {**data, "skip_steps": sorted(left_out.union(data.get("skip_steps", ()))), "defer_steps": deferred}
 
 
 class SkippedSamples(NamedTuple):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.checkpoint.layout import step_name
+from framework.config.nested import is_equal
 from framework.distributed.collectives import broadcast_object
 from framework.engine.changed_settings import check_optimizer
 from framework.engine.setup import RankSetup
@@ -47,7 +48,7 @@ def with_changes(
         adapted["optimizer"] = state.optimizer.state_dict()
         reset.append("the state of the optimizer")
 
-    is_schedule_kept = now["scheduler"] == before["scheduler"] and now["optimizer"] == before["optimizer"]
+    is_schedule_kept = all(is_equal(now[name], before[name]) for name in ("scheduler", "optimizer"))
     if not is_optimizer_kept or not is_schedule_kept or not state.schedule.fits(training["schedule"]):
         # As if settings and schedule had been these from the first step.
         progress = training["progress"]
@@ -68,8 +69,8 @@ def with_changes(
             callbacks[name] = callback_state
     adapted["callbacks"] = callbacks
 
-    is_other_data = _without_skips(now["data"]) != _without_skips(before["data"]) or now["seed"] != before["seed"]
-    if "data" in training and is_other_data:
+    is_data_kept = is_equal(_without_skips(now["data"]), _without_skips(before["data"]))
+    if "data" in training and (not is_data_kept or now["seed"] != before["seed"]):
         adapted |= _at_place_in_data(trainer, training)
     if reset and trainer.context.is_main:
         warn(f"At the branch point, {' and '.join(reset)} begins from scratch")

@@ -40,6 +40,7 @@ from framework.optim.optimizer import Closure, closure_of, has_evaluation_mode
 from framework.optim.param_groups import ParamGroups
 from framework.optim.schedule import Schedule, Schedules
 from framework.optim.several import Optimizers
+from framework.runs.segments import rolled_back_steps
 from framework.strategies.activation_checkpointing import apply_activation_checkpointing
 from framework.system.rank_log import warn
 from framework.training import length as run_length
@@ -150,13 +151,13 @@ def build_trainer(
 
 
 def _rolled_back(setup: RankSetup) -> list[int]:
-    """Return the steps that callbacks=[spike_guard] has rolled back from. Every rank must call it."""
+    """Return the steps whose samples are left out since a rollback, by their numbers. Every rank must call it."""
     if setup.config.resume is None and setup.attempt == 0:
         return []
-    entries = []
+    of_main = []
     if setup.context.is_main:
-        entries = setup.run_dir.read_run().get("spikes", [])
-    numbers: list[int] = broadcast_object([spike["number"] for spike in entries if spike["rolls_back"]], setup.context)
+        of_main = rolled_back_steps(setup.run_dir.read_run())
+    numbers: list[int] = broadcast_object(of_main, setup.context)
     return numbers
 
 

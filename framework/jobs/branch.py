@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,20 @@ from framework.checkpoint import LocalStorage, find_damage
 from framework.checkpoint.layout import LAST, step_name
 from framework.command.mirroring import make_local_outputs
 from framework.command.request import JobResult, Request
-from framework.config.nested import flatten
+from framework.config.nested import flatten, is_equal
 from framework.config.overrides import key_of, merge_overrides
 from framework.config.parse import parse
 from framework.config.saved import objects_of
 from framework.config.schema import BranchConfig, Config
 from framework.config.secrets import Secrets
 from framework.config.values import show
+from framework.data.skipping import number_of_step
 from framework.errors import ConfigError
 from framework.jobs.replay.training import Start, announcement, find_start, last_step, replay
 from framework.jobs.train import Train
 from framework.remote.place import outputs_folder
 from framework.runs.record import RunRecord, read_run
-from framework.runs.segments import segment_at
+from framework.runs.segments import rolled_back_steps, segment_at
 from framework.system.formatting import display_path
 from framework.system.run_dir import RunDir, new_run_dir
 from framework.system.shown_text import shown
@@ -78,7 +79,7 @@ class Branch(Train):
         step = int(config.step or 0)
         # The checkpoint of this step, or the newest one before it.
         start = find_start(record.run_dir, step=step + 1)
-        request = _skipping(request)
+        request = _skipping(_without_rolled_back(request, record), record)
         changed = _changed_keys(request, record.run_dir, step=step)
 
         make_local_outputs(config)
@@ -118,13 +119,30 @@ def _record(config: Config) -> RunRecord:
     return record
 
 
-def _skipping(request: Request) -> Request:
+def _without_rolled_back(request: Request, record: RunRecord) -> Request:
+    """Return the request that leaves out the samples which the other run has left out since a rollback."""
+    data = request.config.data
+    rolled_back = set(rolled_back_steps(record.facts)).difference(data.skip_steps)
+    if not rolled_back:
+        return request
+    if not rolled_back.isdisjoint(data.defer_steps):
+        request = _with_steps(request, "defer_steps", set(data.defer_steps) - rolled_back)
+    return _with_steps(request, "skip_steps", rolled_back.union(data.skip_steps))
+
+
+def _skipping(request: Request, record: RunRecord) -> Request:
     """Return the request with the steps of `skip` in the section `data`. Raises ConfigError for a wrong step."""
     config = request.config
     if not config.skip:
         return request
     step = int(config.step or 0)
     wrong = [number for number in config.skip if number <= step]
+    last = last_step(record)
+    if max(config.skip) > last:
+        raise ConfigError(
+            f"skip={show(list(config.skip))}: {record.run} has made {last} steps, as far as its records show, and "
+            "these are steps of it. data.skip_steps takes steps that nobody has made yet."
+        )
     if wrong:
         raise ConfigError(
             f"skip={show(list(config.skip))}: step {wrong[0]} isn't after step={step}, from which the new run "
@@ -136,22 +154,20 @@ def _skipping(request: Request) -> Request:
             "numbers. Type data.skip_steps=[…], with the numbers that the steps would have if none was skipped."
         )
 
-    numbers = [_number_of(number, skipped=config.data.skip_steps) for number in config.skip]
-    key = "skip_steps" if config.branch.skipped == "never" else "defer_steps"
-    steps = sorted({*getattr(config.data, key), *numbers})
+    passed = set(config.data.skip_steps)
+    numbers = [number_of_step(number, step=0, skipped=0, passed=passed) for number in config.skip]
+    if config.branch.skipped == "never":
+        return _with_steps(request, "skip_steps", {*config.data.skip_steps, *numbers})
+    return _with_steps(request, "defer_steps", {*config.data.defer_steps, *numbers})
+
+
+def _with_steps(request: Request, key: str, numbers: Collection[int]) -> Request:
+    """Return the request with a list of steps in the section `data`, as if it was typed."""
+    steps = sorted(numbers)
     raw = {**request.raw, "data": {**request.raw["data"], key: steps}}
     typed = f"data.{key}=[{','.join(map(str, steps))}]"
     overrides = merge_overrides(request.overrides, [typed])
     return replace(request, raw=raw, config=parse(raw), overrides=tuple(overrides))
-
-
-def _number_of(step: int, *, skipped: Sequence[int]) -> int:
-    """Return the number that a step would have if none was skipped. skipped: the numbers of those that were."""
-    number = step
-    for other in sorted(skipped):
-        if other <= number:
-            number += 1
-    return number
 
 
 def _changed_keys(request: Request, run_dir: RunDir, *, step: int) -> dict[str, list[Any]]:
@@ -161,7 +177,7 @@ def _changed_keys(request: Request, run_dir: RunDir, *, step: int) -> dict[str, 
     changed = {}
     for key in before | now:
         is_setting = key.split(".")[0] not in _OF_COMMAND
-        if is_setting and key in now and before.get(key) != now[key]:
+        if is_setting and key in now and not is_equal(before.get(key), now[key]):
             changed[key] = [before.get(key), now[key]]
     return changed
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from framework.config.nested import flatten
+from framework.config.nested import flatten, is_equal
 from framework.config.renamed import with_present_names, without_removed
 from framework.config.values import show
 from framework.remote.place import display_place
@@ -98,7 +98,7 @@ def _differing(columns: Sequence[Mapping[str, Any]]) -> Section:
     section = {}
     for name in _names(columns):
         row = [_value_or_null(column, name) for column in columns]
-        if any(value != row[0] for value in row):
+        if not all(is_equal(value, row[0]) for value in row):
             section[name] = row
     return section
 

@@ -2,9 +2,10 @@
 
 `run.json` has these facts of the last start at its top. Below `segments` it has an entry for each time training began:
 
-    step     training began after this optimizer step; 0 for a new run
-    started  when
-    attempt  the number of the restart, for one by launcher=elastic
+    step         training began after this optimizer step; 0 for a new run
+    started      when
+    attempt      the number of the restart, for one by launcher=elastic
+    rolled_back  the numbers of the steps that callbacks=[spike_guard] had rolled back from by then
     config, overrides, search_path, topology, versions, git, modules
              each only if the next entry has another value; those of the last entry are at the top of run.json
 
@@ -67,6 +68,8 @@ class Segment:
     git: Mapping[str, str]
     # The SHA-256 of each of the user's modules.
     modules: Mapping[str, str]
+    # The numbers of the steps that callbacks=[spike_guard] had rolled back from, whose samples are left out.
+    rolled_back: tuple[int, ...]
     # Why these may not be the facts of that step, in one sentence; None if they are.
     doubt: str | None
 
@@ -98,6 +101,9 @@ def record_segment(run_dir: RunDir, *, step: int, attempt: int, modules: Mapping
     entry: dict[str, Any] = {"step": step, "started": datetime.now(timezone.utc).isoformat(timespec="milliseconds")}
     if attempt > 0:
         entry["attempt"] = attempt
+    rolled_back = rolled_back_steps(record)
+    if rolled_back:
+        entry["rolled_back"] = rolled_back
     entries.append({**entry, **_in_force(record)})
 
     facts: dict[str, Any] = {"modules": record["modules"], SEGMENTS: _packed(entries, record)}
@@ -105,6 +111,11 @@ def record_segment(run_dir: RunDir, *, step: int, attempt: int, modules: Mapping
     if abandoned or _ABANDONED in record:
         facts[_ABANDONED] = abandoned
     run_dir.update_run(facts)
+
+
+def rolled_back_steps(record: Mapping[str, Any]) -> list[int]:
+    """Return the steps that callbacks=[spike_guard] has rolled back from, by their numbers; record: of run.json."""
+    return [spike["number"] for spike in record.get("spikes", []) if spike["rolls_back"]]
 
 
 def _in_force(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,6 +283,7 @@ def _segment(
         versions=facts.get("versions") or {},
         git=facts.get("git") or {},
         modules=facts.get("modules") or {},
+        rolled_back=tuple(facts.get("rolled_back") or ()),
         doubt=doubt,
     )
 
@@ -304,7 +316,7 @@ def check_segments(record: Mapping[str, Any]) -> None:
     for entry in entries:
         if not isinstance(entry, dict) or type(entry.get("step")) is not int:
             raise TypeError(f"{entry!r} among its segments")
-        for name, kind in _KINDS.items():
+        for name, kind in {**_KINDS, "rolled_back": list}.items():
             if entry.get(name) is not None and not isinstance(entry[name], kind):
                 raise TypeError(f"a {type(entry[name]).__name__} as {name} of a segment")
     steps = [entry["step"] for entry in entries]

@@ -55,6 +55,17 @@ def test_a_branch_without_changes_is_the_run_itself(train, whole_run, capfd):
     assert (made / model).samefile(whole_run / model)
 
 
+def test_a_value_that_is_nan_has_not_changed(train):
+    data = (
+        "data.datasets._target_=tests.features.fault_cases.poisoned",
+        "+data.datasets.index=1000",
+        "+data.datasets.value=nan",
+        "data.shuffle=false",
+    )
+    run = train(*SHORT, *data, "trainer.max_steps=10", "trainer.val_check_interval=10")
+    assert branch_of(branch(train, run, 10))["changed"] == {}
+
+
 def test_a_branch_between_checkpoints_repeats_the_steps_before_it(train, whole_run, capfd):
     made = branch(train, whole_run, 27)
     results.assert_same(results.weights(made), results.weights(whole_run))
@@ -180,6 +191,7 @@ def test_a_branch_can_be_rerun_and_resumed_by_its_own_commands(train, whole_run)
 
 
 WRONG = (
+    (("step=20", "skip=[41]"), "has made 40 steps, as far as its records show, and these are steps of it"),
     (("step=20", "skip=[20]"), "step 20 isn't after step=20, from which the new run continues. Use step=19"),
     (("step=99",), "has made 40 steps, as far as its records show. Use step=40."),
     ((), "job=branch needs step"),

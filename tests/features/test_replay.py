@@ -261,6 +261,23 @@ def test_what_was_in_force_at_each_step_is_used(trained, train, replayed):
     assert len(first["micro_batches"]) == 1
 
 
+def test_steps_after_a_rollback_have_the_samples_that_they_had(trained, train, replayed):
+    """Until the run is resumed, its last step is the one that was rolled back."""
+    bad = {"datasets": {"_target_": f"{CASES}.points", "bad": True}, "global_batch_size": 12, "shuffle": False}
+    guard = ("callbacks=[spike_guard]", "callbacks.spike_guard.action=rollback")
+    run = trained(*guard, "checkpoint.every_n_steps=2", "trainer.max_steps=7", data=bad, status=1)
+    (step,) = replayed(run, "step=4").content["steps"]
+    assert BAD_SAMPLE in step["micro_batches"][0]["indices"]
+    assert step["micro_batches"][0]["outputs"][0]["loss"] == "nan"
+
+    train(f"resume={run}")
+    answer = replayed(run, "step=6", "replay.steps=4")
+    assert_exact(answer)
+    samples = [step["micro_batches"][0]["indices"][0] for step in answer.content["steps"]]
+    # The fourth batch is left out, and an epoch has five.
+    assert samples == [24, 48, 0, 12]
+
+
 @pytest.mark.exhaustive
 def test_a_trial_of_a_sweep_is_repeated(tmp_path, replayed, fork_server, monkeypatch):
     write_recipe(tmp_path, "noisy", RECIPE)

@@ -92,6 +92,22 @@ def test_a_rollback_restarts_without_the_samples(train: Train) -> None:
     assert record["skipped"] == results.run_file(skipping)["skipped"]
 
 
+@pytest.fixture
+def rolled_back_run(shared_run: Train) -> Path:
+    """Its step 7 is the eighth batch."""
+    return shared_run(*SPIKY, *GUARDED, "callbacks.spike_guard.action=rollback", "launcher.max_restarts=1")
+
+
+def test_a_branch_leaves_out_what_was_rolled_back(train: Train, rolled_back_run: Path) -> None:
+    made = train("job=branch", f"run={rolled_back_run}", "step=3")
+    results.assert_same(results.weights(made), results.weights(rolled_back_run))
+    assert results.run_file(made)["branch_of"]["changed"] == {"data.skip_steps": [[], [7]]}
+    # Its step 9 is the tenth batch.
+    skipping = train("job=branch", f"run={rolled_back_run}", "step=6", "skip=[9]")
+    wanted = train(*SPIKY, *GUARDED, "data.skip_steps=[7,10]")
+    results.assert_same(results.weights(skipping), results.weights(wanted))
+
+
 def test_without_restarts_a_resume_skips_the_samples(train: Train) -> None:
     run = train(*SPIKY, *GUARDED, "callbacks.spike_guard.action=rollback", status=1)
     assert "continues from the last checkpoint without these samples" in results.failure(run)["cause"]

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from framework.checkpoint.layout import step_name, step_of
 from framework.command.request import JobResult, Request
 from framework.config.apply_typed import apply_typed
+from framework.config.nested import is_equal
 from framework.config.parse import parse
 from framework.config.schema import Config, Node
 from framework.config.topology import Topology
 from framework.data.batching import plan_steps
+from framework.data.skipping import with_skipped_steps
 from framework.errors import ConfigError
 from framework.jobs.train import Train
 from framework.runs.record import RunRecord
@@ -192,7 +194,7 @@ def _legs(run_dir: RunDir, start: Start, *, until: int) -> list[_Leg]:
     while done < until:
         segment = segment_at(run_dir, done + 1)
         done = until if segment.until is None else min(segment.until, until)
-        if legs and _settings(legs[-1].segment) == _settings(segment):
+        if legs and is_equal(_settings(legs[-1].segment), _settings(segment)):
             legs.pop()
         legs.append(_Leg(segment, done))
     return legs
@@ -241,6 +243,8 @@ def _training_config(
     if launcher != IN_PROCESS or raw["topology"]["procs_per_node"] not in (1, None, "auto"):
         launcher = _LOCAL
     raw["launcher"] |= {"_target_": launcher, "args": {}, "max_restarts": 0}
+    if segment.rolled_back:
+        raw["data"] = with_skipped_steps(raw["data"], segment.rolled_back)
     return raw
 
 
