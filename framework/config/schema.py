@@ -318,9 +318,9 @@ class PlanConfig:
     device: DeviceName | None = None
     # The number of training samples, if the data set isn't there to be counted.
     train_samples: int | None = bounded(at_least=1)
-    # Measure for some seconds how long this CPU takes for the operators of a step.
+    # Make some training steps here, in a temporary directory, to see how long they take.
     measure: bool = False
-    # The run of a job=preflight, or its preflight.json, whose times the exchange between ranks takes.
+    # The run of a job=preflight, or its preflight.json, whose times the exchange between nodes takes.
     preflight: str | None = None
     # Of a node, in any currency.
     price_per_hour: float | None = bounded(default=None, at_least=0.0)

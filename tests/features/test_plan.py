@@ -122,6 +122,10 @@ class ReadsLosses(Supervised):
         output = super().training_step(model, batch)
         assert output.loss.item() > 0
         return output
+
+class Fails(Supervised):
+    def training_step(self, model, batch):
+        raise FloatingPointError("its own mistake")
 """
 
 
@@ -151,45 +155,80 @@ def test_a_measured_step_gives_the_time_and_the_cost_of_the_run(plan, answer):
     found = plan(*short, "plan.price_per_hour=5")
     time = found["time"]
     assert found["steps"]["total"] == 720
-    assert time["hours"] == pytest.approx(time["step_s"] * 720 / 3600)
+    # One after each epoch of 80 steps.
+    seconds = time["step_s"] * 720 + time["validation_s"] * 9
+    assert time["hours"] == pytest.approx(seconds / 3600)
     assert time["cost"] == pytest.approx(time["hours"] * 5)
+    assert 0 < time["steps"] < 720
     assert sum(time["parts"].values()) == pytest.approx(time["step_s"])
     assert time["parts"][time["bound_by"]] == max(time["parts"].values())
     assert (time["parts"]["exchange"], time["notes"]) == (0, [])
     # Of the two layers, without the gradient of the data: 20 samples, 10 × 10 and 10 × 5 weights.
     assert time["flops"] == 2 * 20 * (2 * 100 + 3 * 50)
 
-    _, out, _ = answer(*short)
-    assert "each operator of a step was measured here" in out
+    # A run that is too short to measure anything but its last step.
+    _, out, _ = answer("recipe=toy", "trainer.gpus=0", "trainer.max_steps=2", "plan.measure=true")
+    assert "measured in 1 training step\n" in out
     assert "plan.measure" not in out.partition("Start it")[2]
 
 
 PREFLIGHT = {
     "checks": [
         {"name": "broadcast", "points": [{"size_bytes": 4, "seconds": 9.0}]},
-        {"name": "all_reduce", "points": [{"size_bytes": 460, "seconds": 1.0}, {"size_bytes": 860, "seconds": 5.0}]},
+        {
+            "name": "all_reduce",
+            "points": [{"size_bytes": 460, "seconds": 100.0}, {"size_bytes": 860, "seconds": 500.0}],
+        },
     ]
 }
 
 
-def test_the_exchange_takes_what_a_preflight_measured(plan, answer, tmp_path):
-    two = ("recipe=toy", "trainer.gpus=0", "topology.procs_per_node=2", "plan.measure=true")
-    (note,) = plan(*two)["time"]["notes"]
-    assert "The exchange between ranks isn't counted: plan.preflight=RUN" in note
+def test_the_ranks_of_a_node_exchange_while_they_are_measured(plan):
+    accumulated = ("data.global_batch_size=40", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=0.25")
+    found = plan("recipe=toy", "trainer.gpus=0", "topology.procs_per_node=2", "plan.measure=true", *accumulated)
+    time = found["time"]
+    assert found["steps"]["per_epoch"] == 40
+    assert time["parts"]["exchange"] > 0
+    assert time["hours"] == pytest.approx((time["step_s"] * 400 + time["validation_s"] * 40) / 3600)
+    # Of a rank: half of the samples.
+    assert time["flops"] == 2 * 20 * (2 * 100 + 3 * 50)
+
+
+def test_nodes_exchange_as_a_preflight_measured(plan, answer, tmp_path):
+    nodes = ("recipe=toy", "trainer.gpus=0", "topology.nnodes=2", "plan.measure=true")
+    (note,) = plan(*nodes)["time"]["notes"]
+    assert "The exchange between nodes isn't counted: plan.preflight=RUN" in note
 
     (tmp_path / "preflight.json").write_text(json.dumps(PREFLIGHT))
-    found = plan(*two, f"plan.preflight={tmp_path}")
+    found = plan(*nodes, f"plan.preflight={tmp_path}", "plan.price_per_hour=1")
+    time = found["time"]
     assert found["traffic"]["reduced"] == 660
-    # Halfway between the two sizes.
-    assert found["time"]["parts"]["exchange"] == 3.0
-    assert (found["time"]["bound_by"], found["time"]["notes"]) == ("exchange", [])
+    # Halfway between the two sizes, less the backward, which takes no minute.
+    assert 240 < time["parts"]["exchange"] < 300
+    assert (time["bound_by"], time["notes"]) == ("exchange", [])
+    assert time["cost"] == pytest.approx(2 * time["hours"])
 
-    status, _, err = answer(*two, "plan.preflight=nowhere")
+    status, _, err = answer(*nodes, "plan.preflight=nowhere")
     assert status == 2
     assert "plan.preflight=nowhere" in err
 
 
-def test_a_step_that_cannot_be_traced_has_no_time(answer):
-    status, out, err = answer("recipe=toy", "trainer.gpus=0", "plan.measure=true", "task._target_=mine.ReadsLosses")
-    assert (status, err) == (0, "")
-    assert "Note: The time of a step can't be forecast here: " in out
+def test_a_step_that_needs_values_is_measured(plan):
+    reads = ("task._target_=mine.ReadsLosses", "trainer.fast_dev_run=3")
+    time = plan("recipe=toy", "trainer.gpus=0", "plan.measure=true", *reads)["time"]
+    assert time["step_s"] > 0
+    assert (time["flops"], time["notes"]) == (2 * 20 * (2 * 100 + 3 * 50), [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("task._target_=mine.Fails",), "Rank 0 failed: FloatingPointError: its own mistake"),
+        (("data.datasets._target_=mine.data", "plan.train_samples=100"), "the data isn't on this machine"),
+    ],
+    ids=["failing", "no data"],
+)
+def test_steps_that_cannot_be_made_have_no_time(plan, overrides, reason):
+    time = plan("recipe=toy", "trainer.gpus=0", "plan.measure=true", *overrides)["time"]
+    assert time["step_s"] is None
+    assert reason in time["notes"][-1]

@@ -1,26 +1,17 @@
-"""Calls of operators as the trace saw them, which can be made again with other tensors to see how long they take."""
+"""Calls of operators as the trace saw them, which can be made again with other tensors."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-
-# What is written between two calls of operators with large tensors: in a step, others have used the caches meanwhile.
-_CACHE_BYTES = 8 << 20
-_LARGE_BYTES = 1 << 18
-# Calls that take longer are made less often.
-_REPETITIONS = ((0.2, 1), (0.01, 3), (0.0005, 7), (0.0, 15))
 
 
 class _TensorSpec(NamedTuple):
-    """What decides how long an operator takes with a tensor: anything but its values."""
+    """All of a tensor but its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,7 +24,7 @@ class _ListSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """An operator and its arguments, without the values of tensors. Equal calls take the same time."""
+    """An operator and its arguments, without the values of tensors."""
 
     operator: Any
     args: _ListSpec
@@ -55,43 +46,6 @@ class Call:
         for _, value in self.kwargs:
             specs += _tensor_specs(value)
         return len({spec.dtype for spec in specs}) > 1
-
-    def measure(self) -> float:
-        """Return how many seconds a call takes on the CPU. Raises whatever the operator does without its real values.
-
-        Integers are zeros, and floating-point numbers are random.
-        """
-        args, kwargs = self.arguments()
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_large = sum(tensor.nbytes for tensor in tensors) >= _LARGE_BYTES
-        cache = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
-        with torch.no_grad():
-            first_s = _seconds(self.operator, args, kwargs)
-            repetitions = next(number for least_s, number in _REPETITIONS if first_s >= least_s)
-            times_s = []
-            for _ in range(repetitions):
-                if is_large:
-                    cache.add_(1)
-                times_s.append(_seconds(self.operator, args, kwargs))
-        return median(times_s)
-
-
-def measured(calls: Iterable[Call]) -> dict[Call, float]:
-    """Return how long each distinct call takes here, in seconds; those that can't be made are left out."""
-    seconds = {}
-    for call in dict.fromkeys(calls):
-        try:
-            seconds[call] = call.measure()
-        except Exception:
-            # An operator of the user may raise anything for zeros. The caller says how many are missing.
-            continue
-    return seconds
-
-
-def _seconds(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
-    begin_s = time.perf_counter()
-    operator(*args, **kwargs)
-    return time.perf_counter() - begin_s
 
 
 def _spec(value: Any) -> Any:

@@ -1,122 +1,145 @@
-"""Forecast how long a step and a whole run take, what bounds a step, and what the run costs. See `timing`."""
+"""How long a step and the whole run take, what bounds a step, and what the run costs. No torch here.
+
+A few steps are made (`short_training`); the trace of one tells how much of their time arithmetic and memory take at
+least (`roofline`).
+"""
 
 from __future__ import annotations
 
-import tempfile
+import math
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from framework.config.schema import Config
-from framework.config.topology import Topology
-from framework.data.loader import TrainLoader
-from framework.engine.loaders import make_train_loader, prepare_data
-from framework.engine.setup import procs_on_cores
-from framework.errors import ConfigError, describe_error
-from framework.jobs.plan.step import rank_setup, trace_step
-from framework.jobs.plan.timing import cpu_step_time, seconds_for_batches
-from framework.monitoring.rank_status import RankStatus
-from framework.system.hardware import threads_per_process
-from framework.system.run_dir import RunDir, read_object
+from framework.command.request import Request
+from framework.config.schema import Config, TrainerConfig
+from framework.data.epochs import apply_limit
+from framework.errors import ConfigError, RunError
+from framework.jobs.plan.short_training import TimedSteps, time_steps
+from framework.system.run_dir import read_object
 
-_BATCHES = 3
 _KEY = "plan.preflight"
+# Operators are taken to reach this share of the speed of a large matrix product or a copy.
+_USUAL_SPEED = 0.5
+# Parts of a step that aren't the model's and the optimizer's.
+_DATA = "data"
+_EXCHANGE = "waiting"
 
 
-def measured_time(
-    config: Config, topology: Topology, *, backend: str, reduced_bytes: int, total_steps: int | None
-) -> dict[str, Any]:
-    """Return the forecast for this CPU, under the keys listed in `plan.job`; without times if it can't be traced.
+def measured_time(request: Request, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how long steps take on this machine, under the keys listed in `plan.job`; without times if they fail.
 
-    Args:
-        reduced_bytes: of all gradients, as a step exchanges them.
-        total_steps: of the run; None if unknown.
+    plan: all else, with what `estimate` found for it under `time`.
 
     Raises:
         ConfigError: what plan.preflight names isn't the result of a preflight.
+        RequestError: training would refuse the request.
     """
-    notes: list[str] = []
-    exchange_s = _exchange_seconds(config, topology, reduced_bytes, notes)
+    config = request.config
+    work = plan["time"]
+    notes: list[str] = list(work["notes"])
+    nnodes = plan["topology"]["nnodes"]
+    between_nodes_s = 0.0
+    if nnodes > 1:
+        between_nodes_s = _exchange_seconds(config, plan["traffic"]["reduced"], notes)
+    if plan["data"]["source"] != "data":
+        return _unknown(work, "A step can't be made here, since the data isn't on this machine.")
     try:
-        trace = trace_step(config, topology, backend=backend)
-        with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            status = stack.enter_context(closing(RankStatus()))
-            setup = rank_setup(config, topology, backend=backend, run_dir=RunDir(Path(folder)), rank_status=status)
-            datasets, setup = prepare_data(setup)
-            loader = make_train_loader(setup, datasets)
-            stack.callback(loader.close)
-            num_threads = config.trainer.num_threads or threads_per_process(procs_on_cores(config, setup.context))
-            step_time = cpu_step_time(trace, num_threads=num_threads, notes=notes)
-            load_s = _load_seconds(loader)
-    except Exception as error:
-        # A model that needs the values of tensors raises anything.
-        return _unknown(f"The time of a step can't be forecast here: {describe_error(error)}")
+        steps = time_steps(request, val_batches=_validation_batches(config, plan["data"]))
+    except RunError as error:
+        return _unknown(work, f"A step can't be made here: {error}")
 
-    busy_s = step_time.compute + step_time.memory + step_time.overhead + (exchange_s or 0.0)
-    data_s = load_s
-    if config.data.num_workers:
-        # Workers load while the model computes.
-        data_s = max(0.0, load_s / config.data.num_workers - busy_s)
-    parts = {
-        "compute": step_time.compute,
-        "memory": step_time.memory,
-        "overhead": step_time.overhead,
-        "exchange": exchange_s or 0.0,
-        "data": data_s,
-    }
-    step_s = busy_s + data_s
+    parts = _parts(steps, work)
+    # The exchange runs beside the backward; what takes longer than that is waited for.
+    parts["exchange"] += max(0.0, between_nodes_s - steps.parts.get("backward", 0.0))
+    step_s = sum(parts.values())
+    validation_s = steps.validation_s or 0.0
+    total = plan["steps"]["total"]
     hours = None
     cost = None
-    if total_steps is not None:
-        hours = step_s * total_steps / 3600
+    if total is not None:
+        validations = _validations(config.trainer, total=total, per_epoch=plan["steps"]["per_epoch"])
+        hours = (step_s * total + validation_s * validations) / 3600
     if hours is not None and config.plan.price_per_hour is not None:
-        cost = hours * config.plan.price_per_hour * topology.nnodes
+        cost = hours * config.plan.price_per_hour * nnodes
+    mfu = None
+    if work["at_peak_s"] is not None:
+        mfu = work["at_peak_s"] / step_s
     return {
-        "device": "this CPU",
-        "threads": num_threads,
+        "device": work["device"],
+        "threads": work["threads"],
+        "steps": steps.steps,
         "step_s": step_s,
+        "validation_s": validation_s,
         "parts": parts,
         "bound_by": max(parts, key=lambda part: parts[part]),
-        "flops": trace.flops,
-        "mfu": step_time.at_peak / step_s,
+        "flops": work["flops"],
+        "mfu": mfu,
         "hours": hours,
         "cost": cost,
         "notes": notes,
     }
 
 
-def _unknown(reason: str) -> dict[str, Any]:
-    return {"device": "this CPU", "step_s": None, "notes": [reason]}
+def _unknown(work: Mapping[str, Any], reason: str) -> dict[str, Any]:
+    return {"device": work["device"], "step_s": None, "notes": [*work["notes"], reason]}
 
 
-def _load_seconds(loader: TrainLoader) -> float:
-    """Return how long this process takes to load the samples of a step."""
-    windows = iter(loader.epoch(0))
+def _parts(steps: TimedSteps, work: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of a step by what bounds them."""
+    data_s = steps.parts.get(_DATA, 0.0)
+    exchange_s = steps.parts.get(_EXCHANGE, 0.0)
+    busy_s = steps.step_s - data_s - exchange_s
+    compute_s = busy_s
+    memory_s = 0.0
+    if work["compute_s"] is not None:
+        # What they leave is neither: Python, autograd, and operators that are too small to be fast.
+        usual_s = (work["compute_s"] + work["memory_s"]) / _USUAL_SPEED
+        scale = min(1.0, busy_s / usual_s) / _USUAL_SPEED
+        compute_s = scale * work["compute_s"]
+        memory_s = scale * work["memory_s"]
+    return {
+        "compute": compute_s,
+        "memory": memory_s,
+        "overhead": max(0.0, busy_s - compute_s - memory_s),
+        "exchange": exchange_s,
+        "data": data_s,
+    }
 
-    def load() -> None:
-        nonlocal windows
-        window = next(windows, None)
-        if window is None:
-            windows = iter(loader.epoch(0))
-            window = next(windows)
-        for _ in window.micro_batches:
-            pass
 
-    # It may start threads or read the first file.
-    load()
-    return seconds_for_batches(load, number=_BATCHES)
+def _validation_batches(config: Config, data: Mapping[str, Any]) -> dict[str, int]:
+    """Return the batches of each validation set whose size is known."""
+    batches = {}
+    for name, samples in data.items():
+        if name.partition("/")[0] == "val" and samples:
+            number = apply_limit(
+                math.ceil(samples / config.data.evaluated_batch_size), config.trainer.limit_val_batches
+            )
+            if number:
+                batches[name] = number
+    return batches
 
 
-def _exchange_seconds(config: Config, topology: Topology, reduced_bytes: int, notes: list[str]) -> float | None:
-    """Return the time of an all-reduce of the gradients, from what a preflight measured; None if unknown."""
-    if topology.world_size == 1:
-        return None
+def _validations(trainer: TrainerConfig, *, total: int, per_epoch: int | None) -> int:
+    """Return how many validations a run of `total` steps makes, as far as the length of its epochs is known."""
+    interval = trainer.val_check_interval
+    every_epochs = trainer.check_val_every_n_epoch
+    if isinstance(interval, int):
+        return total // interval
+    if per_epoch is None or every_epochs is None:
+        return 0
+    validations = total // per_epoch // every_epochs
+    if interval is not None:
+        validations *= per_epoch // max(1, int(per_epoch * interval))
+    return validations
+
+
+def _exchange_seconds(config: Config, reduced_bytes: int, notes: list[str]) -> float:
+    """Return the time of an all-reduce of the gradients, from what a preflight measured; 0 if unknown."""
     if config.plan.preflight is None:
-        notes.append(f"The exchange between ranks isn't counted: {_KEY}=RUN says where job=preflight has measured it.")
-        return None
+        notes.append(f"The exchange between nodes isn't counted: {_KEY}=RUN says where job=preflight has measured it.")
+        return 0.0
     path = Path(config.plan.preflight)
     if path.is_dir():
         path /= "preflight.json"

@@ -1,6 +1,6 @@
 """Estimate sizes and steps of a run, with the model on the meta device: no GPU, no memory, no other process.
 
-The result is the same on every machine, except for the time with `plan.measure`.
+The result is the same on every machine, except for the times with `plan.measure`.
 """
 
 from __future__ import annotations
@@ -71,15 +71,9 @@ def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
     estimates = facts(config, topology, backend=backend)
     if config.plan.measure:
         # It imports what only this needs.
-        from framework.jobs.plan.duration import measured_time
+        from framework.jobs.plan.work import work_of_step
 
-        estimates["time"] = measured_time(
-            config,
-            topology,
-            backend=backend,
-            reduced_bytes=estimates["traffic"]["reduced"],
-            total_steps=estimates["steps"]["total"],
-        )
+        estimates["time"] = work_of_step(config, topology, backend=backend)
     if config.plan.device is not None:
         # It imports what only a forecast needs.
         from framework.jobs.plan.memory import forecast

@@ -28,10 +28,13 @@ null means unknown, and `notes` says why):
                    2(W−1)/W of that; for a sharded model with the gathered weights)
     exchanges_every  optimizer steps from one exchange to the next; if more than 1, weights are exchanged
     checkpoint     approximate bytes of a checkpoint; null also if none is saved
-    time           with plan.measure: device, threads, step_s and its parts in seconds: compute and memory (operators
-                   that the one or the other bounds), overhead (Python, autograd), exchange, data; bound_by (the
-                   largest part), flops (of a step on each rank), mfu (their share of what matrix products reach here),
-                   hours (of all steps; null if their number is unknown), cost (with plan.price_per_hour); notes
+    time           with plan.measure: device, threads (of a process); steps, how many were made; step_s, null if none
+                   could be, and its parts in seconds: compute and memory (what operators take that the one or the
+                   other bounds), overhead (Python, autograd, and operators too small to be fast), exchange (waiting
+                   for other ranks), data; bound_by (the largest part), flops (of a step on each rank), mfu (their
+                   share of what matrix products reach here), both null if they can't be counted; validation_s; hours
+                   (of all steps and validations; null if the number of steps is unknown), cost (with
+                   plan.price_per_hour); notes
     forecast       with plan.device: device (name, memory, usable: what torch's allocator may take); memory, null if it
                    isn't known: peak, fits, categories (bytes at the peak), modules (that take most), at (operator,
                    module and phase of the peak); largest_batch: samples of a micro-batch; gpus: those of the list that
@@ -57,6 +60,7 @@ from framework.command.request import JobResult, Request
 from framework.config.checks import validation_mistakes
 from framework.config.mistakes import raise_mistakes
 from framework.config.schema import Config
+from framework.jobs.plan.duration import measured_time
 from framework.jobs.plan.page import render
 from framework.launch.fork_server import call_in_child
 from framework.system.output import answer
@@ -78,6 +82,8 @@ class Plan(Job):
         placement = place(request.config, external_ranks=request.external_ranks, is_planned=True)
         raise_mistakes(placement_mistakes(request.config, placement, trains=True))
         plan = make_plan(request, placement)
+        if request.config.plan.measure:
+            plan["time"] = measured_time(request, plan)
         if not self.answers_json(request):
             answer(render(plan, placement.topology))
         return JobResult(0, results=plan)

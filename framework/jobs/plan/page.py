@@ -92,16 +92,16 @@ def _time_parts(time: Mapping[str, Any]) -> list[str]:
     for part, seconds in time["parts"].items():
         if seconds:
             shares.append(f"{part} {seconds / time['step_s']:.0%}")
-    facts = [
-        ("a step", f"{format_seconds(time['step_s'])}, bound by {time['bound_by']}: {', '.join(shares)}"),
-        ("arithmetic", f"{format_rate(time['flops'], 'FLOP')} on each rank, MFU {time['mfu']:.0%}"),
-    ]
+    facts = [("a step", f"{format_seconds(time['step_s'])}, bound by {time['bound_by']}: {', '.join(shares)}")]
+    if time["flops"] is not None:
+        facts.append(("arithmetic", f"{format_rate(time['flops'], 'FLOP')} on each rank, MFU {time['mfu']:.0%}"))
     if time["hours"] is not None:
-        facts.append(("all steps", f"{format_duration(time['hours'] * 3600)} without evaluations and checkpoints"))
+        facts.append(("the run", f"{format_duration(time['hours'] * 3600)} with validations, without checkpoints"))
     if time["cost"] is not None:
         facts.append(("cost", f"{time['cost']:,.2f}"))
     threads = format_count(time["threads"], "thread")
-    title = f"Time on {time['device']}, {threads} a process: each operator of a step was measured here"
+    steps = format_count(time["steps"], "training step")
+    title = f"Time on {time['device']}, {threads} a process: measured in {steps}"
     return [f"{title}\n{format_table(facts, width=_WIDTH)}", *notes]
 
 
