@@ -249,12 +249,14 @@ def test_wandb_without_its_server_continues_offline(train, monkeypatch):
 
 @pytest.mark.exhaustive
 @pytest.mark.multiproc
+# The server, which imports a database toolkit, takes a minute to start on a busy machine.
+@pytest.mark.timeout(300)
 def test_mlflow_through_a_server(killed_run, tmp_path):
     database = tmp_path / "server.db"
     store = ("--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", str(tmp_path / "kept"))
     place = ("--host", "127.0.0.1", "--port", "0", "--workers", "1")
     with started_python("-m", "mlflow", "server", *place, *store, cwd=tmp_path) as server:
-        server.wait_for_output("Application startup complete", timeout=100)
+        server.wait_for_output("Application startup complete", timeout=200)
         (address,) = set(re.findall(r"http://127\.0\.0\.1:\d+", server.printed()))
         uri = f"logger.mlflow.tracking_uri={address}"
         run_dir = killed_run("mlflow", uri, "logger.mlflow.log_checkpoints=best")

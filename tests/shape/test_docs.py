@@ -116,15 +116,18 @@ def test_a_shown_command_composes_and_fits_its_targets(
 
 
 def _stand_ins(command: Command, requests: list[Request], *, folder: Path) -> list[str]:
-    """For a run or checkpoint that only the reader has, one that wasn't trained; other placeholders go."""
-    if any(argument.startswith("runs=") for argument in command.placeholders):
-        return ["runs=outputs"]
-    if not any(argument.startswith("checkpoint.path=") for argument in command.placeholders):
+    """For runs and checkpoints that only the reader has, one that wasn't trained; other placeholders go."""
+    keys = {argument.partition("=")[0] for argument in command.placeholders}
+    if not keys & {"run", "runs", "checkpoint.path"}:
         return []
-    assert compose.main([]) == 0
     run_dir = create_run_dir(folder / "outputs" / "stand-in")
+    if "runs" in keys:
+        return [f"runs=[{run_dir.path},outputs]"]
+    assert compose.main([]) == 0
     request = requests.pop()
     save_config(run_dir, raw=request.raw, overrides=request.overrides)
+    if "run" in keys:
+        return [f"run={run_dir.path}"]
     state: dict[str, Any] = {"model": {}, "training": {}, "generators": []}
     text = run_dir.config_file.read_text()
     name = write_checkpoint(LocalStorage(run_dir.checkpoints), state, step=1, epoch=0, metrics={}, config_text=text)
