@@ -31,7 +31,7 @@ SHORT = {
 NOT_HERE = re.compile(
     r".*=SWEEP(,.*)?|job=(plan|submit|upload)|trainer\.gpus=[1-9]\d*|topology=multi_node|topology\.nnodes=.*"
     # These need a run with that step, or one that went wrong.
-    r"|step=\d+|job=why"
+    r"|step=\d+|job=why|data\.datasets\.broken=nan"
     # These need files that an earlier command writes, or print warnings of peft; they have tests of their own.
     r"|recipe=gpt_tokens|task\.weights=.*|job=recipes\.ddpm_sample\.sample|peft=lora"
     r"|export\.format=lightning|init\.training=true|init_from=(initial\.pt|digits\.ckpt)"
