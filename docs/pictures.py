@@ -1,7 +1,8 @@
-"""The pictures of TensorBoard and of a report in README and docs, taken from real runs: `make pictures`.
+"""The pictures of TensorBoard and of reports in README and docs, taken from real runs: `make pictures`.
 
-Three runs of the default recipe with different learning rates, in headless Chromium: TensorBoard's time series and its
-"Custom Scalars", and the upper part of a report. The runs are removed afterwards.
+In headless Chromium: three runs of the default recipe with different learning rates in TensorBoard's time series and
+its "Custom Scalars", and the upper part of their report; the upper part of the report of the run of docs/debugging.md
+and its branch. The runs are removed afterwards.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from pathlib import Path
 
 from tests.helpers import tensorboard
 from tests.helpers.browser import NAMES, Page, find_chromium, opened_page
+from tests.helpers.documents import write_shown_files
 
-PICTURES = Path(__file__).resolve().parent / "pictures"
+DOCS = Path(__file__).resolve().parent
+PICTURES = DOCS / "pictures"
 LEARNING_RATES = ("0.02", "0.1", "0.004")  # the first is the recipe's own
 TAGS = ("train/loss", "val/accuracy", "train/lr")
 
@@ -23,6 +26,7 @@ _WIDTH = 1400
 _HEIGHT = 500
 _CHARTS_HEIGHT = 1080
 _REPORT_HEIGHT = 1000
+_SPIKE_HEIGHT = 850
 _PAGE_S = 30.0
 
 # Whole curves, no table below each chart, no pane of settings beside them: more room for what is to be seen.
@@ -46,15 +50,32 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for rate in LEARNING_RATES:
-            subprocess.run([sys.executable, "-m", "framework", f"optimizer.lr={rate}"], cwd=folder, check=True)
+            framework(f"optimizer.lr={rate}", cwd=folder)
         with tensorboard.served(folder, num_runs=len(LEARNING_RATES)) as address:
             (PICTURES / "tensorboard.png").write_bytes(time_series(address, browser=browser))
             (PICTURES / "custom_scalars.png").write_bytes(custom_scalars(address, browser=browser))
-        command = (sys.executable, "-m", "framework", "job=report", "runs=outputs/digits", "report.output=report.html")
-        subprocess.run(command, cwd=folder, check=True)
-        url = (folder / "report.html").as_uri()
-        with opened_page(url, program=browser, width=_WIDTH, height=_REPORT_HEIGHT) as page:
-            (PICTURES / "report.png").write_bytes(when_still(page, height=_REPORT_HEIGHT))
+        picture = report(folder / "outputs/digits", browser=browser, height=_REPORT_HEIGHT)
+        (PICTURES / "report.png").write_bytes(picture)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_shown_files(folder, pages=[DOCS / "debugging.md"])
+        framework("recipe=readings", "trainer.log_every_n_steps=1", cwd=folder)
+        (run,) = folder.glob("outputs/readings/*")
+        framework("job=branch", f"run={run}", "step=36", "skip=[37]", cwd=folder)
+        picture = report(folder / "outputs/readings", browser=browser, height=_SPIKE_HEIGHT)
+        (PICTURES / "spike.png").write_bytes(picture)
+
+
+def framework(*arguments: str, cwd: Path) -> None:
+    subprocess.run([sys.executable, "-m", "framework", *arguments], cwd=cwd, check=True)
+
+
+def report(runs: Path, *, browser: str, height: int) -> bytes:
+    """A PNG of the upper part of the report of these runs."""
+    framework("job=report", f"runs={runs}", "report.output=report.html", cwd=runs)
+    url = (runs / "report.html").as_uri()
+    with opened_page(url, program=browser, width=_WIDTH, height=height) as page:
+        return when_still(page, height=height)
 
 
 def time_series(address: str, *, browser: str) -> bytes:

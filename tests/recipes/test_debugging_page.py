@@ -103,7 +103,7 @@ def test_the_page_leads_from_a_spike_to_a_run_without_it(run, tmp_path, monkeypa
     assert results.curve(guarded, "train/loss")[48] < 0.1
 
     failed = run("train", status=1)
-    assert f"nan_guard: step {STEP}, " in results.failure(failed)["first"]["message"]
+    assert f"nan_guard: step {STEP}, " in results.failure(failed)["cause"]
     run("why", failed)
     assert_cause(tmp_path)
     rescued = run("branch", failed)
