@@ -24,6 +24,7 @@ from benchmarks.record import RESULTS, Part, provenance, with_parts
 
 PARTS = (
     "steps",
+    "guards",
     "whole_run",
     "two_processes",
     "mnist_speed",

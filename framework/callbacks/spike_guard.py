@@ -42,9 +42,9 @@ class SpikeGuard(Callback):
     """Judge each step by the norm of its gradients, before they are clipped, and by its mean loss over all ranks.
 
     A value is an outlier if it is `threshold` robust standard deviations above the median of the last `window` steps
-    (`framework.callbacks.spikes.Usual`); of the norm, the logarithm is compared. Of steps that vary normally none of
-    200,000 is a false alarm at the threshold of 10, and with the heavy tails of Student's t (5 degrees of freedom) one
-    of 20,000. Outliers count for what is usual: after half a window, a lasting change is no outlier any more.
+    (`framework.callbacks.spikes.Usual`); of the norm, the logarithm is compared. Of 2,000,000 steps that vary normally
+    none is a false alarm at the threshold of 10; with an exponential tail 625 of a million are, and 20 at 15. Outliers
+    count for what is usual: after half a window, a lasting change is no outlier any more.
 
     A norm that isn't finite is an outlier, unless a GradScaler handles it. A loss that isn't finite still ends the run.
 

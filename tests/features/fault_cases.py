@@ -70,6 +70,14 @@ class Fault(Callback):
         return None
 
 
+def two_targets(index: int, value: float) -> Datasets:
+    """Return samples for the two heads of `optimizer_cases.Heads`, one with a wrong target of the second."""
+    x = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
+    y = x[:, :2].tanh()
+    y[index] = value
+    return Datasets(TensorDataset(x, y))
+
+
 def poisoned(index: int, value: float = float("nan"), target: bool = False, **settings: Any) -> Datasets:
     """Return the toy recipe's data with one wrong value, in the input or target of a training sample."""
     data = toy_regression(**settings)

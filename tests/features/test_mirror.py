@@ -69,6 +69,23 @@ def test_a_run_is_at_its_url(command: Command, s3, tmp_path, status: int | None)
     assert objects(s3, bucket) == local_files(run)
 
 
+@pytest.mark.exhaustive
+def test_a_branch_of_a_run_at_a_url(command: Command, s3, tmp_path) -> None:  # noqa: F811
+    """Only the last checkpoint is fetched, so the steps up to an earlier one are repeated."""
+    bucket = s3.new_bucket()
+    outputs = f"path.outputs=s3://{bucket}/a/team"
+    assert command(*TRAINING, outputs, f"path.cache={tmp_path / 'one'}").status == 0
+    run = run_in(tmp_path / "one")
+    url = f"run=s3://{bucket}/a/team/toy/{run.name}"
+    where = (outputs, f"path.cache={tmp_path / 'two'}", "trust=true")
+    answer = command("job=branch", url, "step=10", "optimizer.lr=0.02", *where)
+    assert answer.status == 0, answer.err
+    assert "Repeating 10 steps" in answer.out
+    (made,) = [file.parent for file in tmp_path.glob("two/**/run.json") if file.parent.name != run.name]
+    names = {path.split("/", 5)[5] for path in s3.filesystem().find(f"{bucket}/a/team/toy/{made.name}")}
+    assert {"run.json", "checkpoints/step_00000010/manifest.json", "checkpoints/step_00000020/manifest.json"} <= names
+
+
 def test_a_sweep_is_at_its_url(command: Command, s3, tmp_path) -> None:  # noqa: F811
     bucket = s3.new_bucket()
     where = (f"path.outputs=s3://{bucket}/a/team", f"path.cache={tmp_path / 'cache'}")

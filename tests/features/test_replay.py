@@ -279,6 +279,30 @@ def test_steps_after_a_rollback_have_the_samples_that_they_had(trained, train, r
 
 
 @pytest.mark.exhaustive
+def test_a_run_of_an_earlier_version_is_repeated_as_far_as_its_records_allow(trained, train, replayed):
+    """It doesn't say what was in force from which step, but its checkpoints do."""
+    run = trained("trainer.max_steps=7", "seed=3")
+    train(f"resume={run}", "optimizer.lr=0.5", "trainer.max_steps=14")
+    record = results.run_file(run)
+    for name in ("segments", "modules"):
+        del record[name]
+    (run / "run.json").write_text(json.dumps(record))
+
+    answer = replayed(run, "step=4")
+    assert_exact(answer)
+    (change,) = answer.content["changes"]
+    assert "It isn't recorded what was in force at step 4: the configuration is that of step_00000005" in change
+    assert f"Warning: {change}" in answer.out
+    assert_exact(replayed(run, "step=12"))
+
+    # A checkpoint that is damaged is passed over.
+    (run / "checkpoints" / "step_00000010" / "model.pt").write_bytes(b"damaged")
+    answer = replayed(run, "step=12")
+    assert_exact(answer)
+    assert answer.content["checkpoint"] == "step_00000007"
+
+
+@pytest.mark.exhaustive
 def test_a_trial_of_a_sweep_is_repeated(tmp_path, replayed, fork_server, monkeypatch):
     write_recipe(tmp_path, "noisy", RECIPE)
     monkeypatch.chdir(tmp_path)

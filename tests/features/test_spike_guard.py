@@ -10,6 +10,7 @@ import pytest
 from tests.features.fault_cases import poisoned
 from tests.helpers import results
 from tests.helpers.loops import plain_loop
+from tests.helpers.recipes import write_recipe
 
 Train = Callable[..., Path]
 
@@ -114,6 +115,34 @@ def test_without_restarts_a_resume_skips_the_samples(train: Train) -> None:
     train(f"resume={run}")
     assert results.results(run)["steps"] == STEPS
     assert [entry["step"] for entry in results.run_file(run)["skipped"]] == [7]
+
+
+def test_the_update_of_one_objective_is_left_out(train: Train, tmp_path: Path) -> None:
+    """As of a GAN's discriminator: the other one is trained in the same step."""
+    sections = {
+        "defaults": [{"override /optimizer": None}, {"override /logger": "jsonl"}],
+        "model": {"_target_": "tests.features.optimizer_cases.Heads"},
+        "task": {"_target_": "tests.features.optimizer_cases.Alternating", "every": 1},
+        "data": {
+            "datasets": {"_target_": "tests.features.fault_cases.two_targets", "index": 100, "value": 1000.0},
+            "global_batch_size": 12,
+            "shuffle": False,
+        },
+        "optimizer": {
+            "copy": {"_target_": "torch.optim.Adam", "params": "^(body|copy)", "lr": 0.001},
+            "guess": {"_target_": "torch.optim.SGD", "lr": 0.001},
+        },
+        "trainer": {"max_epochs": None, "max_steps": 10},
+        "checkpoint": {"every_n_steps": 1, "save_top_k": -1, "monitor": None},
+    }
+    write_recipe(tmp_path, "heads", sections)
+    run = train("recipe=heads", *GUARDED)
+    (spike,) = results.run_file(run)["spikes"]
+    assert (spike["step"], spike["values"].keys()) == (9, {"guess/grad_norm", "guess/loss"})
+    before = results.weights(run, "step_00000008")
+    after = results.weights(run, "step_00000009")
+    changed = {name.partition(".")[0] for name in before if not before[name].equal(after[name])}
+    assert changed == {"body", "copy"}
 
 
 def test_steps_that_others_make_are_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:

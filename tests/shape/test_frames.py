@@ -130,6 +130,7 @@ def operators_of_a_plain_step() -> Counter[str]:
             mse_loss(model(batch[0]), batch[1]).backward()
             with torch.no_grad():
                 for parameter in model.parameters():
+                    assert parameter.grad is not None
                     parameter.add_(parameter.grad, alpha=-0.001)
                     parameter.grad = None
     return operators.of_a_step()
@@ -156,8 +157,8 @@ def test_a_step_without_guards_is_a_plain_step(tmp_path: Path, monkeypatch: pyte
         return operators.of_a_step()
 
     bare = operators_of_a_step()
-    # Importing the package of callbacks calls functions, too.
-    assert not [name for name in called if name.startswith(("on_", "_judged", "_see"))]
+    # What is imported is called `<module>`, or by the name of a class.
+    assert not [name for name in called if name.startswith("on_")]
     # The losses that are returned and logged.
     assert bare - operators_of_a_plain_step() == Counter({"aten.detach.default": 2})
     assert not operators_of_a_plain_step() - bare
