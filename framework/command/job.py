@@ -83,6 +83,7 @@ class Job:
             request,
             entry=self.entry(),
             title=self.title(request.config),
+            prepare=lambda run_dir: self.prepare(request, run_dir),
             text=lambda run_dir, status: self.text(request, run_dir, status=status),
             trains=self.trains,
             forecast=self.forecast,
@@ -91,6 +92,9 @@ class Job:
     def title(self, config: Config) -> str:
         """Return how the first line begins, as `Training` in `Training digits: 2 processes, CPU`."""
         return f"Running {config.job} on"
+
+    def prepare(self, request: Request, run_dir: RunDir) -> None:
+        """Called before the ranks start, once they have a run directory."""
 
     def text(self, request: Request, run_dir: RunDir, *, status: int) -> str:
         """Return what is printed at the end: by default, what `work` returned and where the files are.

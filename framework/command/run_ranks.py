@@ -61,6 +61,7 @@ def run_ranks(
     *,
     entry: str,
     title: str,
+    prepare: Callable[[RunDir], None],
     text: Callable[[RunDir, int], str],
     trains: bool,
     forecast: str | None = None,
@@ -72,6 +73,7 @@ def run_ranks(
 
     Args:
         title: the first word of the first line, such as "Training".
+        prepare: called before the ranks start.
         text: returns the last lines, given the run directory and the exit status.
         trains: True: it is a training run, which can be resumed.
         forecast: "module:function", called after a rank ran out of memory; see `plan.forecast`.
@@ -101,7 +103,12 @@ def run_ranks(
                     print(shown(unused), file=sys.stderr, flush=True)
 
             plan = _launch_plan(request, setup, run_dir, entry=entry)
-            outcome = _launch_recorded(part.launch, plan, trains=trains)
+
+            def launch(plan: LaunchPlan) -> Outcome:
+                prepare(run_dir)
+                return part.launch(plan)
+
+            outcome = _launch_recorded(launch, plan, trains=trains)
             if outcome.failure is not None and forecast is not None and not is_quiet:
                 outcome = replace(outcome, failure=_with_forecast(outcome.failure, request, forecast))
 

@@ -42,7 +42,9 @@ def test_tune_finds_batch_rate_and_a_working_command(train: Train, capfd: pytest
     batch = found["batch_size"]
     lr = found["lr"]
     assert (batch["batch_size"], batch["limited_by"], batch["global_batch_size"]) == (40, "tune.max_batch_size", 40)
-    assert tried_in(found) == dict.fromkeys((2, 4, 8, 16, 32, 40), True)
+    # The forecast says that it fits.
+    assert tried_in(found) == {40: True}
+    assert [size for size, _ in found["forecast"]["points"]][:2] == [8, 64]
     rate = found["overrides"]["optimizer.lr"]
     assert found["overrides"] == {"data.batch_size": 40, "optimizer.lr": rate}
     assert lr["suggestion"]["begins"] < rate < lr["suggestion"]["minimum"] < 5
@@ -87,6 +89,16 @@ def test_no_rate_is_suggested_without_a_falling_loss(train: Train, capfd: pytest
     assert "learning_rate.svg" in printed
 
 
+def test_without_a_forecast_the_batch_is_doubled(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    values = f"model._target_={CASES}.NeedsValues"
+    run_dir = train(*TUNE, values, "tune.max_batch_size=40", "tune.find_lr=false")
+    found = found_in(run_dir)
+    assert tried_in(found) == dict.fromkeys((2, 4, 8, 16, 32, 40), True)
+    assert found["overrides"] == {"data.batch_size": 40}
+    printed = capfd.readouterr().out
+    assert "The search doubles the batch, without a forecast: the step needs the values of tensors\n" in printed
+
+
 @pytest.mark.exhaustive
 def test_ranks_agree_on_the_smallest_room(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     """In one process the global batch that they find gives the same losses, up to rounding."""
@@ -96,8 +108,9 @@ def test_ranks_agree_on_the_smallest_room(train: Train, capfd: pytest.CaptureFix
     two = found_in(run_dir)
     batch = two["batch_size"]
     assert (batch["batch_size"], batch["limited_by"], batch["global_batch_size"]) == (88, "memory", 176)
-    fitting = dict.fromkeys((2, 4, 8, 16, 32, 64, 80, 88), True)
-    assert tried_in(two) == fitting | {128: False, 96: False, 92: False}
+    # The forecast knows nothing of this limit.
+    too_large = dict.fromkeys((800, 128, 96, 92), False)
+    assert tried_in(two) == dict.fromkeys((2, 4, 8, 16, 32, 64, 80, 88), True) | too_large
     assert {trial["refused_by"] for trial in batch["trials"] if not trial["fits"]} == {1}
     assert two["overrides"]["data.batch_size"] == 88
     assert "batch 92       doesn't fit  rank 1: OutOfMemoryError: CUDA out of memory" in results.log(run_dir)

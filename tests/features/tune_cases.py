@@ -36,3 +36,13 @@ class Limited(ToyModel):
 
 def without_rate(parameters: Iterable[Tensor], momentum: float, weight_decay: float, nesterov: bool) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+class NeedsValues(ToyModel):
+    """Its steps can't be forecast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if not output.abs().max().item() < 1e6:
+            raise ValueError("Some values are too large.")
+        return output

@@ -140,7 +140,7 @@ def _step(trainer: Trainer, tracer: Tracer, window: Window, micro_batches: Seque
             batch = micro.batch
             if tracer.is_fake:
                 # Not a fake tensor of the same storage, which may hold all samples.
-                batch = map_tensors(batch, torch.empty_like)
+                batch = map_tensors(batch, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
             tracer.categorize(batch, BATCHES)
             yield micro._replace(batch=batch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from framework.data.batching import BatchPlan
@@ -9,19 +10,20 @@ from framework.data.loader import MapLoader
 from framework.engine.setup import RankSetup
 from framework.errors import RunError
 from framework.jobs.tune.memory import HostMemory
-from framework.jobs.tune.sizes import BatchSizing, largest_fitting
+from framework.jobs.tune.sizes import BatchSizing, Forecast, largest_fitting
 from framework.jobs.tune.trials import Trials
 from framework.system.formatting import format_binary_bytes
 
 
 def find_batch_size(
-    setup: RankSetup, loader: MapLoader, *, averages: int
+    setup: RankSetup, loader: MapLoader, forecast: Forecast, *, averages: int
 ) -> tuple[BatchPlan, dict[str, Any], dict[str, float]]:
     """Return the plan with the largest batch that fits, its entry in `tune.json`, and the overrides that select it.
 
     Every rank must call it.
 
     Args:
+        forecast: where the search starts; that of rank 0 counts.
         averages: how many callbacks keep a copy of the model to evaluate.
 
     Raises:
@@ -48,7 +50,8 @@ def find_batch_size(
     if isinstance(memory, HostMemory):
         # A batch too large for the host would get the process killed: start small and predict.
         start = 2
-    size = largest_fitting(trials.fits, start=start, most=most)
+    predict = partial(trials.predicted_size, forecast)
+    size = largest_fitting(trials.fits, start=start, most=most, predict=predict)
     if size == 0:
         trial = trials.tried[1]
         raise RunError(

@@ -4,6 +4,8 @@ The ranks start as for training, by any launcher. The run directory gets learnin
 keys (null: not searched for, or not known):
 
     recipe, processes
+    forecast     points: pairs of a batch of one pass and the bytes that a step is forecast to take with it besides the
+                 model's weights; note: why there are none
     batch_size   batch_size (of one pass of a process), limited_by ("memory", "data" or a key), margin, room_bytes (on
                  rank 0, for a process's steps), global_batch_size, accumulate_grad_batches; trials, in order:
                  batch_size, fits, refused_by (a rank), refusal, peak_bytes (the largest of all ranks), samples_per_s
@@ -12,7 +14,7 @@ keys (null: not searched for, or not known):
                  didn't fall or wasn't finite), points: lr, loss, smoothed
     overrides    key → value, as on the command line
 
-It is written when the batch is found, and again after the range test.
+It is written with the forecast, when the batch is found, and after the range test.
 
 Exit status 0: everything was found; 1: it wasn't, or a step failed.
 """
@@ -21,7 +23,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from framework.command.equivalents import commands
@@ -30,9 +33,12 @@ from framework.command.request import JobResult, Request
 from framework.config.overrides import key_of, merge_overrides
 from framework.config.schema import Config
 from framework.config.topology import Topology
+from framework.errors import FrameworkError, LaunchError
 from framework.jobs.tune.findings import PLOT, RESULT, batch_lines, lr_lines
+from framework.launch.fork_server import call_in_child
 from framework.system.formatting import display_path, format_facts
-from framework.system.run_dir import RunDir, read_object
+from framework.system.run_dir import RunDir, read_object, write_object
+from framework.system.shown_text import shown
 
 if TYPE_CHECKING:
     from framework.launch.plan import MonitorLink, RankArguments
@@ -65,6 +71,20 @@ class Tune(Job):
             return replace(result, status=1)
         return result
 
+    def prepare(self, request: Request, run_dir: RunDir) -> None:
+        """Write tune.json with the forecast that the search for the batch starts from."""
+        tuned: dict[str, Any] = {
+            "recipe": request.config.recipe,
+            "processes": request.placement.topology.world_size,
+            "forecast": None,
+            "batch_size": None,
+            "lr": None,
+            "overrides": {},
+        }
+        if request.config.tune.find_batch_size:
+            tuned["forecast"] = _forecast(request)
+        write_object(run_dir.path / RESULT, tuned)
+
     def rank(self, arguments: RankArguments, link: MonitorLink) -> None:
         from framework.jobs.tune.rank import tune_rank
 
@@ -96,6 +116,32 @@ class Tune(Job):
         if (run_dir.path / PLOT).exists():
             facts.append(("plot", f"{path}/{PLOT}"))
         return "\n".join([*lines, "", format_facts(facts)])
+
+
+def _forecast(request: Request) -> dict[str, Any]:
+    """Return `forecast` of tune.json, and print why there is none."""
+    arguments = {
+        "config": dict(request.raw),
+        "topology": asdict(request.placement.topology),
+        "backend": request.placement.backend,
+    }
+    timeout_s = request.config.backend.init_timeout
+    try:
+        forecast = call_in_child(
+            request.fork_server,
+            "framework.jobs.tune.forecast:forecast_sizes",
+            arguments,
+            timeout_s=timeout_s,
+            purpose="forecast the memory",
+        )
+    except LaunchError:
+        forecast = {"points": [], "note": f"it took more than backend.init_timeout={timeout_s:g} s"}
+    except FrameworkError as error:
+        forecast = {"points": [], "note": str(error)}
+    if forecast["note"] is not None:
+        note = shorten(forecast["note"], 150, placeholder="…")
+        print(shown(f"The search doubles the batch, without a forecast: {note}"), flush=True)
+    return forecast
 
 
 def training_command(request: Request, topology: Topology, tuned: Mapping[str, Any]) -> str:

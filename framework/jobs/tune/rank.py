@@ -28,10 +28,11 @@ from framework.errors import ConfigError, DataError, RunError, describe_error
 from framework.jobs.tune.batch_size import find_batch_size
 from framework.jobs.tune.findings import PLOT, RESULT
 from framework.jobs.tune.lr_range import assess, plot, range_test
-from framework.jobs.tune.steps import full_steps, train_steps
+from framework.jobs.tune.sizes import Forecast
+from framework.jobs.tune.steps import full_steps, train_steps, tuned_config
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import RankPhase
-from framework.system.run_dir import write_atomically, write_object
+from framework.system.run_dir import read_object, write_atomically, write_object
 from framework.types import hooks
 
 
@@ -41,7 +42,7 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
     Raises FrameworkError, and passes what the user's code raises.
     """
     with setup_rank(arguments, link) as setup, ExitStack() as stack:
-        setup = replace(setup, config=_tuned_config(setup))
+        setup = replace(setup, config=_checked_config(setup))
         datasets, setup = prepare_data(setup)
         if "train" in streams_of(datasets):
             raise DataError(
@@ -70,18 +71,18 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
 def _tune(setup: RankSetup, loader: MapLoader) -> None:
     """Search for the batch, then for the learning rate, and write tune.json after each. Every rank must call it."""
     config = setup.config
-    tuned: dict[str, Any] = {
-        "recipe": config.recipe,
-        "processes": setup.context.world_size,
-        "batch_size": None,
-        "lr": None,
-        "overrides": {},
-    }
+    tuned: dict[str, Any] = {"forecast": None, "batch_size": None}
+    if setup.context.is_main:
+        # What the command has written, on this node.
+        tuned = read_object(setup.run_dir.path / RESULT) or tuned
     plan = setup.plan
     if config.tune.find_batch_size:
         callbacks = build_callbacks(setup.requested.callbacks, context=setup.context, run_dir=setup.run_dir)
         averages = len(hooks(callbacks.values(), "evaluation_weights"))
-        plan, batch, overrides = find_batch_size(setup, loader, averages=averages)
+        forecast = Forecast(())
+        if tuned["forecast"] is not None:
+            forecast = Forecast.of(tuned["forecast"]["points"])
+        plan, batch, overrides = find_batch_size(setup, loader, forecast, averages=averages)
         tuned["batch_size"] = batch
         tuned["overrides"] = overrides
         _write(setup, tuned)
@@ -101,11 +102,8 @@ def _tune(setup: RankSetup, loader: MapLoader) -> None:
         _plot(setup, lr)
 
 
-def _tuned_config(setup: RankSetup) -> Config:
-    """Return the configuration without callbacks, loggers, schedule and checkpoints.
-
-    Raises ConfigError for what can't be tuned.
-    """
+def _checked_config(setup: RankSetup) -> Config:
+    """Return the configuration to tune with. Raises ConfigError for what can't be tuned."""
     config = setup.config
     if config.tune.find_batch_size and setup.strategy.forward_communicates:
         raise ConfigError(
@@ -127,14 +125,7 @@ def _tuned_config(setup: RankSetup) -> Config:
             f"tune.find_lr=true searches for optimizer.lr, and {config.optimizer['_target_']} takes no keyword lr.\n"
             "Use tune.find_lr=false for the batch alone."
         )
-    return replace(
-        config,
-        callbacks={},
-        logger={},
-        scheduler=replace(config.scheduler, schedule=None, monitor=None),
-        checkpoint=replace(config.checkpoint, enabled=False),
-        trainer=replace(config.trainer, limit_train_batches=None, profiler=None),
-    )
+    return tuned_config(config)
 
 
 def _write(setup: RankSetup, tuned: dict[str, Any]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from framework.data.batching import BatchPlan, plan_batches
+
+# Tries of predicted sizes before the search goes on without predictions.
+_MAX_PREDICTIONS = 5
 
 
 def resolution(size: int) -> int:
@@ -15,15 +18,52 @@ def resolution(size: int) -> int:
     return 1 << max(0, size.bit_length() - 5)
 
 
-def largest_fitting(fits: Callable[[int], bool], *, start: int, most: int) -> int:
+def largest_fitting(
+    fits: Callable[[int], bool],
+    *,
+    start: int,
+    most: int,
+    predict: Callable[[], int | None] = lambda: None,
+) -> int:
     """Return the largest size from 1 to `most` for which `fits`, to within `resolution`; 0 if 1 doesn't fit.
 
-    Doubles from `start`, or halves if that is too large, then bisects the interval. No size is tried twice. Every rank
-    must call it with the same numbers, and `fits` must return the same on all.
+    Tries what `predict` returns, then the next larger or smaller size. If a few of these tries don't end the search, it
+    doubles from `start`, or halves if that is too large, and bisects the interval: a wrong prediction costs trials, no
+    more.
+
+    No size is tried twice. Every rank must call it with the same numbers; `fits` and `predict` must return the same on
+    all.
+
+    Args:
+        predict: returns the largest size that should fit, judging by what was tried so far; None if that is unknown.
     """
     fitting = 0
     failing = most + 1
-    size = min(start, most)
+    # How far below a predicted size that fails the next one lies.
+    step_down = 0
+    for _ in range(_MAX_PREDICTIONS):
+        candidates = _candidates(fitting, failing)
+        predicted = predict()
+        if predicted is None or not candidates:
+            break
+        if failing <= most and predicted >= failing:
+            is_far_off = predicted > 2 * failing
+            if is_far_off or fitting > 0:
+                break
+            step_down = max(2 * step_down, resolution(failing))
+            predicted = failing - step_down
+        size = min(predicted, failing - 1)
+        if size < most:
+            size -= size % resolution(size)
+        size = max(size, candidates[0])
+        if fits(size):
+            fitting = size
+        else:
+            failing = size
+
+    size = min(2 * fitting, most)
+    if fitting == 0:
+        size = min(start, failing - 1)
     while fitting < size < failing:
         if fits(size):
             fitting = size
@@ -32,14 +72,52 @@ def largest_fitting(fits: Callable[[int], bool], *, start: int, most: int) -> in
             failing = size
             size //= 2
 
-    # The multiples of `step` between the two. Those that fit come first; about log2 of them are tried.
-    step = resolution(fitting)
-    next_multiple = fitting // step * step + step
-    candidates = range(next_multiple, failing, step)
+    # Those that fit come first; about log2 of the candidates are tried.
+    candidates = _candidates(fitting, failing)
     num_fitting = bisect_left(candidates, True, key=lambda candidate: not fits(candidate))
     if num_fitting == 0:
         return fitting
     return candidates[num_fitting - 1]
+
+
+def _candidates(fitting: int, failing: int) -> range:
+    """Return the sizes between one that fits and one that doesn't, as finely as they are searched."""
+    step = resolution(fitting)
+    next_multiple = fitting // step * step + step
+    return range(next_multiple, failing, step)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The memory that a step is forecast to take besides the model, for batches of several sizes."""
+
+    # Samples and bytes, in the order of samples.
+    points: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, points: Iterable[Sequence[int]]) -> Forecast:
+        """Return the forecast with these pairs of samples and bytes."""
+        return cls(tuple(sorted((size, size_bytes) for size, size_bytes in points)))
+
+    def with_point(self, size: int, size_bytes: int) -> Forecast:
+        return Forecast.of([*self.points, (size, size_bytes)])
+
+    def largest(self, room_bytes: int) -> int | None:
+        """Return the largest batch that takes at most `room_bytes`; None if the memory doesn't grow with the batch.
+
+        A peak is the largest of several lines over the batch. So the line through two neighbouring points is never
+        below it between them, and never above it outside.
+        """
+        if len(self.points) < 2:
+            return None
+        # The last two points below the room, or the one below and the one above, or the first two.
+        index = 1
+        while index < len(self.points) - 1 and self.points[index][1] <= room_bytes:
+            index += 1
+        (size, size_bytes), (larger, larger_bytes) = self.points[index - 1 : index + 1]
+        if larger_bytes <= size_bytes:
+            return None
+        return max(0, size + (room_bytes - size_bytes) * (larger - size) // (larger_bytes - size_bytes))
 
 
 @dataclass(frozen=True)

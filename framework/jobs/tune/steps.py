@@ -1,15 +1,29 @@
-"""Training steps whose number is fixed, however many epochs they take."""
+"""Training steps whose number is fixed, however many epochs they take, and the configuration that they have."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count, islice
 
+from framework.config.schema import Config
 from framework.data.batching import BatchPlan
 from framework.data.loader import MapLoader, TrainLoader
 from framework.training.trainer import Trainer
 from framework.types import Window
+
+
+def tuned_config(config: Config) -> Config:
+    """Return the configuration without callbacks, loggers, schedule and checkpoints."""
+    return replace(
+        config,
+        callbacks={},
+        logger={},
+        scheduler=replace(config.scheduler, schedule=None, monitor=None),
+        checkpoint=replace(config.checkpoint, enabled=False),
+        trainer=replace(config.trainer, limit_train_batches=None, profiler=None),
+    )
 
 
 def full_steps(loader: MapLoader, plan: BatchPlan) -> MapLoader:

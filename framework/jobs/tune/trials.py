@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from textwrap import shorten
-from typing import Any, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,16 @@ from framework.engine.setup import RankSetup
 from framework.engine.state_bytes import average_dtype
 from framework.errors import describe_error
 from framework.jobs.tune.memory import DeviceMemory, HostMemory
-from framework.jobs.tune.sizes import BatchSizing
+from framework.jobs.tune.sizes import BatchSizing, Forecast
 from framework.jobs.tune.steps import full_steps, train_steps
 from framework.strategies.base import Strategy
 from framework.system.formatting import format_binary_bytes
+
+T = TypeVar("T")
+
+# On the host, the next size is at most so many times the largest measured one, and the first one that part of what is
+# forecast to fit: a batch that is too large gets a process killed.
+_MAX_GROWTH = 4
 
 
 @dataclass
@@ -33,6 +39,15 @@ class _Outcome:
     peak_bytes: int | None = None
     # Of the fastest step.
     step_s: float | None = None
+
+
+class _Line(NamedTuple):
+    """How the peak grows with the batch."""
+
+    # The largest size that was measured, and its peak.
+    size: int
+    peak_bytes: int
+    bytes_per_sample: float
 
 
 @final
@@ -54,6 +69,8 @@ class Trials:
         self._steps = setup.config.tune.steps_per_trial
         # The trials as tune.json has them, by samples.
         self.tried: dict[int, dict[str, Any]] = {}
+        # The largest peak of all ranks, for the sizes with which every rank made its steps.
+        self._peaks: dict[int, int] = {}
         self._trainer = build_trainer(replace(setup, strategy=Strategy()), loader, {})
         self._trainer.weight_own_samples()
         for param_group in self._trainer.state.optimizer.param_groups:
@@ -78,6 +95,8 @@ class Trials:
         else:
             self.memory = DeviceMemory(self._context.devices, sharing=topology.procs_per_gpu, margin=margin)
         barrier(self._context)
+        rooms = [room for room in self._of_all_ranks(self.memory.room_bytes) if room is not None]
+        self._least_room_bytes = min(rooms, default=None)
 
     def fits(self, size: int) -> bool:
         """Return True if a pass of `size` samples fits on every rank. Every rank must call it.
@@ -87,12 +106,18 @@ class Trials:
         size = self._sizing.pass_size(size)
         # Several sizes split a global batch in the same way.
         if size not in self.tried:
-            own = self._try(size)
-            outcomes = [self._exchange.broadcast(own, source=rank) for rank in range(self._context.world_size)]
+            outcomes = self._of_all_ranks(self._try(size))
             self.tried[size] = self._combined(size, outcomes)
+            peak_bytes = self.tried[size]["peak_bytes"]
+            if peak_bytes is not None and all(outcome.step_s is not None for outcome in outcomes):
+                self._peaks[size] = peak_bytes
             if self._context.is_main:
                 print(_line(self.tried[size]), flush=True)
         return bool(self.tried[size]["fits"])
+
+    def _of_all_ranks(self, own: T) -> list[T]:
+        """Return the value of every rank, in the order of ranks."""
+        return [self._exchange.broadcast(own, source=rank) for rank in range(self._context.world_size)]
 
     def _combined(self, size: int, outcomes: list[_Outcome]) -> dict[str, Any]:
         """Return the trial as tune.json has it. outcomes: of every rank."""
@@ -152,24 +177,56 @@ class Trials:
             self._trainer.state.optimizer.zero_grad(set_to_none=True)
         return _Outcome(None, step_s=min(times_s[1:]))
 
-    def _expected_bytes(self, size: int) -> int:
-        """Return the peak to expect in the host's memory: from a line through the two largest sizes that fitted.
+    def predicted_size(self, forecast: Forecast) -> int | None:
+        """Return the largest size that should fit, on every rank the same; None if that is unknown.
 
-        Once a single size has fitted, the line begins at what a step takes without any sample. Returns 0 if the size
-        may be tried in any case.
+        It follows from the peaks that were measured or, before that, from the forecast.
         """
-        peaks = sorted((samples, trial["peak_bytes"]) for samples, trial in self.tried.items() if trial["fits"])
-        if isinstance(self.memory, DeviceMemory) or not peaks:
+        predicted: int | None = self._exchange.broadcast(self._predicted_size(forecast), source=0)
+        return predicted
+
+    def _predicted_size(self, forecast: Forecast) -> int | None:
+        room = self._least_room_bytes
+        if room is None:
+            return None
+        on_host = isinstance(self.memory, HostMemory)
+        line = self._line()
+        if line is None:
+            copied_bytes = sum(copies * tensor.nbytes for tensor, copies in self._copies)
+            predicted = forecast.largest(room - copied_bytes)
+            if predicted is not None and on_host:
+                predicted //= _MAX_GROWTH
+            return predicted
+
+        if line.bytes_per_sample <= 0:
+            return None
+        predicted = line.size + int((room - line.peak_bytes) / line.bytes_per_sample)
+        if on_host:
+            predicted = min(predicted, _MAX_GROWTH * line.size)
+        return predicted
+
+    def _expected_bytes(self, size: int) -> int:
+        """Return the peak to expect in the host's memory. Returns 0 if the size may be tried in any case."""
+        line = self._line()
+        if isinstance(self.memory, DeviceMemory) or line is None:
             return 0
-        last_size, last_bytes = peaks[-1]
-        if last_bytes is None:
-            return 0
+        return int(line.peak_bytes + line.bytes_per_sample * (size - line.size))
+
+    def _line(self) -> _Line | None:
+        """Return the line through the peaks of the two largest measured sizes; None if none was measured.
+
+        Once a single one was measured, the line begins at what a step takes without any sample.
+        """
+        if not self._peaks:
+            return None
+        *others, size = sorted(self._peaks)
         previous_size = 0
         previous_bytes = self._fixed_bytes()
-        if len(peaks) > 1:
-            previous_size, previous_bytes = peaks[-2]
-        bytes_per_sample = max(last_bytes - previous_bytes, 0) / (last_size - previous_size)
-        return int(last_bytes + bytes_per_sample * (size - last_size))
+        if others:
+            previous_size = others[-1]
+            previous_bytes = self._peaks[previous_size]
+        growth_bytes = max(self._peaks[size] - previous_bytes, 0)
+        return _Line(size, self._peaks[size], growth_bytes / (size - previous_size))
 
     def _fixed_bytes(self) -> int:
         """Return what a step takes without any sample: the optimizer's state, copies and gradients."""

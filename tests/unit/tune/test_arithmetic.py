@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +16,7 @@ from framework.errors import ConfigError
 from tests.helpers.internals import (
     BatchPlan,
     BatchSizing,
+    Forecast,
     assess_lr_range,
     largest_fitting,
     micro_batches,
@@ -44,6 +45,67 @@ def test_the_found_size_is_the_largest_that_fits(limit: int, start: int, most: i
     assert all(1 <= size <= most for size in asked)
     assert found in (0, *asked)
     assert found == most or found <= limit < found + resolution(found)
+
+
+class Searched(NamedTuple):
+    """A search that starts from a forecast, where a step takes `fixed + slope * size` bytes."""
+
+    size: int
+    tried: list[int]
+
+
+def search(*, slope: float, forecast: Forecast, room: int, most: int, fixed: int = 1000) -> Searched:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        assert size not in tried
+        tried.append(size)
+        return fixed + slope * size <= room
+
+    def predict() -> int | None:
+        return forecast.largest(room)
+
+    return Searched(largest_fitting(fits, start=2, most=most, predict=predict), tried)
+
+
+@given(slope=st.integers(1, 50), room=st.integers(0, 10**6), most=SIZES, error=st.floats(0.01, 100))
+def test_a_wrong_forecast_costs_trials_and_no_more(slope: int, room: int, most: int, error: float) -> None:
+    forecast = Forecast.of([(size, int(error * (1000 + slope * size))) for size in (8, 64)])
+    size, tried = search(slope=slope, forecast=forecast, room=room, most=most)
+    fitting = min(most, max(0, (room - 1000) // slope))
+    assert size in (0, *tried)
+    assert size == most or size <= fitting < size + resolution(size)
+    assert all(1 <= size <= most for size in tried)
+    assert len(tried) <= 25
+
+
+def test_the_forecast_takes_three_trials_where_doubling_takes_more() -> None:
+    for room in (20_000, 123_456, 1_000_000):
+        exact = Forecast.of([(8, 1080), (64, 1640)])
+        # Two percent too low and too high.
+        for percent in (98, 100, 102):
+            forecast = Forecast.of([(size, size_bytes * percent // 100) for size, size_bytes in exact.points])
+            size, tried = search(slope=10, forecast=forecast, room=room, most=10**6)
+            doubled = search(slope=10, forecast=Forecast(()), room=room, most=10**6)
+            assert size == doubled.size
+            assert len(tried) <= 3 < 9 <= len(doubled.tried)
+
+
+@pytest.mark.parametrize(
+    ("points", "room", "expected"),
+    [
+        pytest.param([], 100, None, id="no forecast"),
+        pytest.param([(8, 80)], 100, None, id="one point"),
+        pytest.param([(8, 80), (64, 80)], 100, None, id="it doesn't grow"),
+        pytest.param([(8, 80), (64, 640)], 1000, 100, id="above"),
+        pytest.param([(8, 80), (64, 640)], 320, 32, id="between"),
+        pytest.param([(8, 80), (64, 640)], 40, 4, id="below"),
+        pytest.param([(8, 280), (64, 840)], 100, 0, id="nothing fits"),
+        pytest.param([(8, 80), (64, 80), (100, 800)], 440, 82, id="the part that grows"),
+    ],
+)
+def test_the_largest_batch_of_a_forecast(points: list[tuple[int, int]], room: int, expected: int | None) -> None:
+    assert Forecast.of(points).largest(room) == expected
 
 
 # What a batch makes of a step
