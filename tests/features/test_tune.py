@@ -99,6 +99,19 @@ def test_without_a_forecast_the_batch_is_doubled(train: Train, capfd: pytest.Cap
     assert "The search doubles the batch, without a forecast: the step needs the values of tensors\n" in printed
 
 
+def test_a_global_batch_is_recomputed_if_that_is_faster(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    blocks = (f"model._target_={CASES}.Blocks", "data.global_batch_size=64", "tune.find_lr=false")
+    found = found_in(train(*TUNE, *blocks))
+    plain, recomputing = found["batch_size"]["proposals"]
+    assert plain["overrides"] == {"trainer.accumulate_grad_batches": 8}
+    chosen = {"trainer.accumulate_grad_batches": 2, "trainer.activation_checkpointing": "auto"}
+    assert found["overrides"] == recomputing["overrides"] == chosen
+    printed = capfd.readouterr().out
+    typed = "trainer.accumulate_grad_batches=2 trainer.activation_checkpointing=auto"
+    assert f" data.global_batch_size=64 {typed}\n" in printed
+    assert f"samples/s with micro-batches of 32: {typed}\n" in printed
+
+
 @pytest.mark.exhaustive
 def test_ranks_agree_on_the_smallest_room(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     """In one process the global batch that they find gives the same losses, up to rounding."""

@@ -27,6 +27,12 @@ def batch_lines(batch: Mapping[str, Any] | None) -> Iterator[str]:
     if passes > 1:
         line += f", {passes} passes"
     yield line
+    if len(batch["proposals"]) > 1:
+        yield f"For a global batch of {batch['global_batch_size']:,}"
+        for proposal in batch["proposals"]:
+            typed = " ".join(f"{key}={value}" for key, value in proposal["overrides"].items())
+            rate = f"{proposal['samples_per_s']:,.0f} samples/s"
+            yield f"  {rate} with micro-batches of {proposal['batch_size']:,}: {typed}"
 
 
 def lr_lines(lr: Mapping[str, Any] | None, *, has_schedule: bool) -> Iterator[str]:

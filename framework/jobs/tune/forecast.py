@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -44,11 +45,21 @@ def forecast_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     try:
         forecast = _forecast(config, topology, backend=arguments["backend"])
     except NEEDS_VALUES:
-        return {"points": [], "note": "the step needs the values of tensors"}
+        return {"points": [], "recomputing": [], "note": "the step needs the values of tensors"}
     # The user's code may fail where a step is only traced.
     except Exception as error:
-        return {"points": [], "note": describe_error(error)}
-    return {"points": [list(point) for point in forecast.points], "note": None}
+        return {"points": [], "recomputing": [], "note": describe_error(error)}
+    recomputing = Forecast(())
+    if config.data.global_batch_size is not None and config.trainer.activation_checkpointing is None:
+        recomputed = replace(config, trainer=replace(config.trainer, activation_checkpointing="auto"))
+        # The model may have nothing that can be recomputed: then nothing is proposed either.
+        with suppress(Exception):
+            recomputing = _forecast(recomputed, topology, backend=arguments["backend"])
+    return {
+        "points": [list(point) for point in forecast.points],
+        "recomputing": [list(point) for point in recomputing.points],
+        "note": None,
+    }
 
 
 def _forecast(config: Config, topology: Topology, *, backend: str) -> Forecast:

@@ -5,9 +5,11 @@ keys (null: not searched for, or not known):
 
     recipe, processes
     forecast     points: pairs of a batch of one pass and the bytes that a step is forecast to take with it besides the
-                 model's weights; note: why there are none
+                 model's weights; recomputing: the same with activation checkpointing, for a global batch; note: why
+                 there are none
     batch_size   batch_size (of one pass of a process), limited_by ("memory", "data" or a key), margin, room_bytes (on
-                 rank 0, for a process's steps), global_batch_size, accumulate_grad_batches; trials, in order:
+                 rank 0, for a process's steps), global_batch_size, accumulate_grad_batches, recomputes; proposals:
+                 for each search, batch_size, accumulate_grad_batches, samples_per_s, overrides; trials, in order:
                  batch_size, fits, refused_by (a rank), refusal, peak_bytes (the largest of all ranks), samples_per_s
                  (of all ranks, without exchanging gradients)
     lr           global_batch_size, stopped (why the test ended early), suggestion (lr, begins, minimum; null: the loss
@@ -135,9 +137,9 @@ def _forecast(request: Request) -> dict[str, Any]:
             purpose="forecast the memory",
         )
     except LaunchError:
-        forecast = {"points": [], "note": f"it took more than backend.init_timeout={timeout_s:g} s"}
+        forecast = {"points": [], "recomputing": [], "note": f"it took more than backend.init_timeout={timeout_s:g} s"}
     except FrameworkError as error:
-        forecast = {"points": [], "note": str(error)}
+        forecast = {"points": [], "recomputing": [], "note": str(error)}
     if forecast["note"] is not None:
         note = shorten(forecast["note"], 150, placeholder="…")
         print(shown(f"The search doubles the batch, without a forecast: {note}"), flush=True)

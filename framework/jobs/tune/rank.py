@@ -28,7 +28,7 @@ from framework.errors import ConfigError, DataError, RunError, describe_error
 from framework.jobs.tune.batch_size import find_batch_size
 from framework.jobs.tune.findings import PLOT, RESULT
 from framework.jobs.tune.lr_range import assess, plot, range_test
-from framework.jobs.tune.sizes import Forecast
+from framework.jobs.tune.sizes import Forecast, Forecasts
 from framework.jobs.tune.steps import full_steps, train_steps, tuned_config
 from framework.launch.plan import MonitorLink, RankArguments
 from framework.monitoring.rank_status import RankPhase
@@ -79,12 +79,15 @@ def _tune(setup: RankSetup, loader: MapLoader) -> None:
     if config.tune.find_batch_size:
         callbacks = build_callbacks(setup.requested.callbacks, context=setup.context, run_dir=setup.run_dir)
         averages = len(hooks(callbacks.values(), "evaluation_weights"))
-        forecast = Forecast(())
-        if tuned["forecast"] is not None:
-            forecast = Forecast.of(tuned["forecast"]["points"])
-        plan, batch, overrides = find_batch_size(setup, loader, forecast, averages=averages)
-        tuned["batch_size"] = batch
-        tuned["overrides"] = overrides
+        forecasts = Forecasts()
+        forecast = tuned["forecast"]
+        if forecast is not None:
+            forecasts = Forecasts(Forecast.of(forecast["points"]), Forecast.of(forecast["recomputing"]))
+        found = find_batch_size(setup, loader, forecasts, averages=averages)
+        setup = replace(setup, config=found.config)
+        plan = found.plan
+        tuned["batch_size"] = found.entry
+        tuned["overrides"] = found.overrides
         _write(setup, tuned)
     # This frees the model of the trials.
     gc.collect()

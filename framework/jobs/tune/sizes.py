@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from framework.data.batching import BatchPlan, plan_batches
 
@@ -118,6 +119,13 @@ class Forecast:
         if larger_bytes <= size_bytes:
             return None
         return max(0, size + (room_bytes - size_bytes) * (larger - size) // (larger_bytes - size_bytes))
+
+
+class Forecasts(NamedTuple):
+    """The forecast as configured, and with recomputing."""
+
+    plain: Forecast = Forecast(())
+    recomputing: Forecast = Forecast(())
 
 
 @dataclass(frozen=True)
