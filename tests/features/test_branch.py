@@ -182,6 +182,18 @@ def test_a_branch_resumes_exactly(train, whole_run):
     assert results.repeated(made) == {}
 
 
+@pytest.mark.parametrize("step", [18, pytest.param(33, marks=pytest.mark.exhaustive)])
+def test_a_branch_that_is_killed_resumes_exactly(train, whole_run, step):
+    """Before its first own checkpoint, and after it."""
+    changes = ("optimizer.lr=0.002", "skip=[20]")
+    killed = ("+callbacks.kill._target_=tests.features.fault_cases.KilledOnce", f"+callbacks.kill.step={step}")
+    made = branch(train, whole_run, 17, *changes, *killed, "+callbacks.kill.file=killed", status=1)
+    train(f"resume={made}")
+    wanted = branch(train, whole_run, 17, *changes)
+    results.assert_same(results.weights(made), results.weights(wanted))
+    assert results.curve(made, "train/loss") == results.curve(wanted, "train/loss")
+
+
 def test_a_branch_can_be_rerun_and_resumed_by_its_own_commands(train, whole_run):
     made = branch(train, whole_run, 20, "optimizer.lr=0.02", "trainer.max_steps=25")
     overrides = results.run_file(made)["overrides"]

@@ -59,8 +59,10 @@ def test_a_spikes_update_is_left_out_and_its_samples_are_named(guarded_run: Path
 
 
 @pytest.mark.multiproc
-def test_ranks_leave_out_the_same_update(train: Train, guarded_run: Path) -> None:
-    run = train(*SPIKY, *GUARDED, "topology.procs_per_node=2", "trainer.accumulate_grad_batches=2")
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
+def test_ranks_leave_out_the_same_update(train: Train, guarded_run: Path, strategy: str) -> None:
+    place = ("topology.procs_per_node=2", "trainer.accumulate_grad_batches=2", f"strategy={strategy}")
+    run = train(*SPIKY, *GUARDED, *place)
     results.assert_same(results.weights(run), results.weights(guarded_run), tolerance=1e-5)
     (spike,) = results.run_file(run)["spikes"]
     (wanted,) = results.run_file(guarded_run)["spikes"]
@@ -115,6 +117,24 @@ def test_without_restarts_a_resume_skips_the_samples(train: Train) -> None:
     train(f"resume={run}")
     assert results.results(run)["steps"] == STEPS
     assert [entry["step"] for entry in results.run_file(run)["skipped"]] == [7]
+
+
+def test_a_kill_in_the_middle_of_a_rollback_changes_nothing(train: Train, rolled_back_run: Path) -> None:
+    """The step is recorded, and the process is killed before it has ended."""
+    killed = ("+callbacks.kill._target_=tests.features.fault_cases.KilledOnce", "+callbacks.kill.file=killed")
+    run = train(*SPIKY, *GUARDED, *killed, "callbacks.spike_guard.action=rollback", status=1)
+    assert results.run_file(run)["spikes"] == results.run_file(rolled_back_run)["spikes"]
+    train(f"resume={run}")
+    results.assert_same(results.weights(run), results.weights(rolled_back_run))
+    assert results.run_file(run)["skipped"] == results.run_file(rolled_back_run)["skipped"]
+
+
+@pytest.mark.exhaustive
+def test_a_scaler_and_an_average_of_weights_go_with_it(train: Train) -> None:
+    run = train(*SPIKY, "callbacks=[spike_guard,ema]", "callbacks.spike_guard.window=16", "trainer.precision=16-mixed")
+    (spike,) = results.run_file(run)["spikes"]
+    assert (spike["step"], spike["samples"]) == (7, list(range(120, 140)))
+    assert results.results(run)["steps"] == STEPS
 
 
 def test_the_update_of_one_objective_is_left_out(train: Train, tmp_path: Path) -> None:
