@@ -53,7 +53,7 @@ def compile_cache(config: Config, device: torch.device) -> Iterator[None]:
 def compile_cache_folder(device: torch.device) -> Path:
     """Return the folder for what is compiled for a device, by versions and the kinds of CPU and device.
 
-    Several processes may use it at once: torch locks what it compiles, and renames what it has written.
+    Several processes may use it at once: torch locks what it compiles.
     """
     usable = (folder for folder in private_folders(_NAME) if _can_be_in_a_command(folder))
     folder = next(usable, None)

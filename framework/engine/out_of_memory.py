@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,8 +56,8 @@ def memory_at_failure(error: BaseException, trainer: Trainer, *, snapshot: Path)
         return None
     try:
         return _memory(trainer, snapshot)
-    except (OSError, RuntimeError) as fault:
-        # A full disk, or a device that answers nothing more: the failure itself is still to be reported.
+    except Exception as fault:
+        # A device that answers nothing more, or no memory for this either: the failure itself is still to be reported.
         warn(f"What was allocated can't be shown: {fault}")
         return None
 
@@ -77,13 +78,24 @@ def _memory(trainer: Trainer, snapshot: Path) -> dict[str, Any]:
         memory["allocated_bytes"] = torch.accelerator.memory_allocated(device)
         by_category[_NAMELESS] = max(0, memory["allocated_bytes"] - sum(by_category.values()))
     if device.type == "cuda":
-        torch.cuda.memory._dump_snapshot(str(snapshot))
-        memory["snapshot"] = str(snapshot)
         by_name.update(_nameless_blocks(device, set(entries)))
+        memory["snapshot"] = _save_snapshot(snapshot)
     largest = []
     for (category, name), size_bytes in by_name.most_common(_SHOWN_ENTRIES):
         largest.append({"category": category, "name": name, "size_bytes": size_bytes})
     return {**memory, "by_category": by_category, "largest": largest}
+
+
+def _save_snapshot(file: Path) -> str | None:
+    """Return the path of torch's snapshot; None if it can't be written."""
+    try:
+        torch.cuda.memory._dump_snapshot(str(file))
+    except OSError as error:
+        # A full disk: what was allocated is known all the same.
+        warn(f"torch's snapshot of the memory can't be written: {error}")
+        file.unlink(missing_ok=True)
+        return None
+    return str(file)
 
 
 def _entries(trainer: Trainer) -> Iterator[_Entry]:
@@ -123,7 +135,8 @@ def _nameless_blocks(device: torch.device, known: set[int]) -> Counter[tuple[str
 
 
 def _line(frames: Any) -> str:
+    folder = f"{Path(torch.__file__).parent}{os.sep}"
     for frame in frames:
-        if frame["filename"].endswith(".py") and "/torch/" not in frame["filename"]:
+        if frame["filename"].endswith(".py") and not frame["filename"].startswith(folder):
             return f"{frame['filename']}:{frame['line']}"
     return ""

@@ -7,6 +7,7 @@ import re
 from framework.monitoring.failure import CRASH_SIGNALS, FailureKind, RankFailure
 
 _SMALLER_BATCH = "Lower data.batch_size; trainer.accumulate_grad_batches keeps the global batch."
+_SMALLER_EVALUATION_BATCH = "Lower data.eval_batch_size."
 _BY_MESSAGE = {
     r"(CUDA|HIP|accelerator|XPU|MPS).* out of memory|OutOfMemoryError": _SMALLER_BATCH,
     r"DefaultCPUAllocator: (can't allocate|not enough) memory": _SMALLER_BATCH,
@@ -20,6 +21,11 @@ _BY_MESSAGE = {
     r"|(CUDA|HIP) error: (an illegal memory access|unspecified launch failure|misaligned address)": "A GPU kernel "
     "failed, often an earlier one: the error is seen when the next call looks. Set CUDA_LAUNCH_BLOCKING=1 in the "
     "environment to see in which line.",
+    # Files of torch's compiler are named by 52 letters and digits.
+    r"/c[a-z2-7]{40,}\S*\.(so: (cannot read file data|file too short|invalid ELF header|file not recognized)"
+    r"|o: (file truncated|file not recognized))": "A file in the cache of compiled code is damaged, as by a machine "
+    "that failed while the compiler wrote it. Delete the cache, which is made again: ~/.cache/framework/compiled, or "
+    "the folder that the message names.",
     r"Too many open files": "Raise the limit (`ulimit -n`), or lower data.num_workers.",
 }
 # Of torch.autograd and `backward`.
@@ -105,6 +111,8 @@ def advice(first: RankFailure, *, world_size: int, disagree: bool = False) -> st
         # An error of ours, which says itself what to do.
         return ""
     words = _by_message(str(first.exception))
+    if words == _SMALLER_BATCH and first.phase == "evaluate":
+        return _SMALLER_EVALUATION_BATCH
     if words:
         return words
     if first.phase == "evaluate" and _NO_GRADIENT in str(first.exception):

@@ -182,7 +182,7 @@ if TYPE_CHECKING:
     from framework.engine.data_checks import check_streams
     from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches
     from framework.engine.module_table import module_table
-    from framework.engine.out_of_memory import is_out_of_memory
+    from framework.engine.out_of_memory import is_out_of_memory, memory_at_failure
     from framework.engine.own_checkpoint import own_checkpoint
     from framework.engine.restore import restore as restore_run
     from framework.engine.setup import procs_on_cores
