@@ -5,14 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterable
+from itertools import pairwise
 from statistics import median
 from typing import Any, final
 
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
+from torch.utils._pytree import tree_leaves
 
 from framework.callbacks.time_shares import PhaseMark, Span, steps_seconds, time_shares, top_operators
 from framework.distributed.collectives import gather_to_first
 from framework.distributed.context import Context
+from framework.distributed.sharded import local_tensor
+from framework.system.rank_log import warn
 from framework.system.run_dir import RunDir
 from framework.types import Callback, FitInfo, StepInfo
 
@@ -20,6 +28,9 @@ _log = logging.getLogger("framework")
 
 # An event whose time is known by `time.perf_counter`, too.
 _CLOCK_EVENT = "framework: clocks"
+# As torch calls an allocation, or a free of one, whose size is negative.
+_MEMORY_EVENT = "[memory]"
+_HOW_TO_BEGIN = "callbacks=[profiler] callbacks.profiler.wait=0 begins after two steps."
 
 
 @final
@@ -27,9 +38,11 @@ class TorchProfiler(Callback):
     """torch.profiler over `active` optimizer steps.
 
     `run.json` gets a summary under `profile`, which the command prints at the end and `job=report` shows: the shares of
-    computing, copies, exchange, waiting for data and idling on each rank, and the operators that took most time. Each
-    rank writes `profile/rank_N.….pt.trace.json`, which Chrome (chrome://tracing), Perfetto and TensorBoard's profiler
-    plugin open.
+    computing, copies, exchange, waiting for data and idling on each rank, the operators that took most time, and the
+    peak of the memory.
+
+    Each rank writes `profile/rank_N.….pt.trace.json`, which Chrome (chrome://tracing), Perfetto and TensorBoard's
+    profiler plugin open.
 
     Training that ends earlier keeps what was recorded until then; one that fails keeps its traces.
 
@@ -62,7 +75,6 @@ class TorchProfiler(Callback):
         self._steps = wait + warmup + active
         self._writes_trace = trace
         self._is_on = False
-        self._has_recorded = False
         # The ends of the steps that are skipped.
         self._step_ends: list[float] = []
         # Of the steps that are recorded.
@@ -70,6 +82,8 @@ class TorchProfiler(Callback):
         self._begin_s = 0.0
         self._end_s = 0.0
         self._recorded_steps: list[int] = []
+        # What is allocated when recording begins, as far as that is known.
+        self._kept_bytes: int | None = None
         # Read when the first profile begins. Otherwise it prints that it found no GPU, and when it starts and stops.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         activities = [ProfilerActivity.CPU]
@@ -81,13 +95,16 @@ class TorchProfiler(Callback):
             schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._keep,
             record_shapes=record_shapes,
-            profile_memory=profile_memory,
+            # On a GPU, torch counts allocations anyway.
+            profile_memory=profile_memory or context.device.type == "cpu",
             with_stack=with_stack,
         )
 
     def on_fit_start(self, info: FitInfo) -> None:
         self._start_step = info.start_step
         self._observe_phases = info.observe_phases
+        self._model = info.model
+        self._optimizer = info.optimizer
         if self._context.is_main:
             # Of this start: an earlier one may have left its own.
             self._run_dir.update_run({"profile": None})
@@ -116,6 +133,9 @@ class TorchProfiler(Callback):
         if self._recorded_steps:
             # Here, since it takes a minute for a million events.
             summary = self._summarize()
+        elif self._context.is_main:
+            first_step = self._start_step + self._steps_before + 1
+            warn(f"The profiler recorded nothing: training ended before step {first_step}. {_HOW_TO_BEGIN}")
         summaries = gather_to_first(summary, self._context)
         if self._context.is_main and summary is not None:
             ranks = [of_rank["ranks"][0] for of_rank in summaries]
@@ -132,10 +152,6 @@ class TorchProfiler(Callback):
         except (OSError, RuntimeError) as error:
             # Torch's handler raises RuntimeError. Raising here would hide the failure that ends the run.
             _log.warning("TorchProfiler can't write what it recorded: %s", error)
-        else:
-            if not self._has_recorded:
-                last_step = self._start_step + self._steps
-                _log.warning("TorchProfiler recorded nothing: training ended before step %d.", last_step)
 
     def _begin_recording_if_due(self, step: int) -> None:
         """Note when the recorded steps begin, and from then on each of their phases."""
@@ -143,6 +159,9 @@ class TorchProfiler(Callback):
             return
         with record_function(_CLOCK_EVENT):
             self._begin_s = time.perf_counter()
+        if self._context.device.type == "cpu" and self._context.world_size == 1:
+            # With several ranks, DDP's buckets are out of sight.
+            self._kept_bytes = self._state_bytes()
         self._mark("logging")
         self._observe_phases(self._mark)
 
@@ -150,8 +169,6 @@ class TorchProfiler(Callback):
         self._marks.append(PhaseMark(name, time.perf_counter()))
 
     def _keep(self, recorded: profile) -> None:
-        # Noted here, since the folder may also hold traces from before a resume.
-        self._has_recorded = True
         if not self._writes_trace:
             return
         # Torch's handler would make the run directory again, if that was moved away.
@@ -177,12 +194,55 @@ class TorchProfiler(Callback):
             share = operator.seconds / num_steps / profiled_s
             operators.append({**operator._asdict(), "share": share})
         return {
+            "peak_bytes": self._peak_bytes(),
             "steps": [self._recorded_steps[0], self._recorded_steps[-1]],
             "step_s": self._unprofiled_step_s(),
             "profiled_step_s": profiled_s,
             "ranks": [shares],
             "operators": operators,
         }
+
+    def _peak_bytes(self) -> int | None:
+        """Return the most memory that was allocated, on a GPU by the process until now, else by the recorded steps.
+
+        None if it isn't known.
+        """
+        device = self._context.device
+        if device.type != "cpu":
+            return torch.accelerator.max_memory_allocated(device)
+        if self._kept_bytes is None:
+            return None
+        recorder = self._profile.profiler
+        assert recorder is not None
+        assert recorder.kineto_results is not None
+        changes = []
+        begin_ns = 0
+        events: Iterable[Any] = recorder.kineto_results.events()
+        for event in events:
+            if event.name() == _CLOCK_EVENT:
+                begin_ns = event.start_ns()
+            elif event.name() == _MEMORY_EVENT and event.device_type() == DeviceType.CPU:
+                changes.append((event.start_ns(), event.nbytes()))
+        allocated = self._kept_bytes
+        peak = allocated
+        for at_ns, change in sorted(changes):
+            if at_ns > begin_ns:
+                allocated += change
+                peak = max(peak, allocated)
+        return peak
+
+    def _state_bytes(self) -> int:
+        """Return the memory of weights, buffers, gradients and the optimizer's state."""
+        tensors: list[Tensor] = []
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            tensors.append(tensor)
+            if tensor.grad is not None:
+                tensors.append(tensor.grad)
+        for state in self._optimizer.state.values():
+            tensors += [value for value in tree_leaves(state) if isinstance(value, Tensor)]
+        storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
+        # A tied weight is there once.
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def _unprofiled_step_s(self) -> float | None:
         """Return how long a step takes without the profiler; None without enough steps before it.
@@ -191,4 +251,4 @@ class TorchProfiler(Callback):
         """
         if len(self._step_ends) < 4:
             return None
-        return median(end - begin for begin, end in zip(self._step_ends, self._step_ends[1:], strict=False))
+        return median(end - begin for begin, end in pairwise(self._step_ends))

@@ -32,6 +32,9 @@ _COPIES = re.compile(r"aten::(copy_|_to_copy)$|Memcpy")
 # none.
 _OPERATOR = re.compile(r"(?!autograd::|torch::)\w+::|CompiledFunction|## Call CompiledFxGraph")
 
+# Named by a digest of 52 letters.
+_COMPILED_GRAPH = re.compile(r"## Call CompiledFxGraph (\w{8})\w* ##")
+
 
 class Span(NamedTuple):
     """A stretch of time, in seconds."""
@@ -109,8 +112,8 @@ def top_operators(
     calls: Counter[str] = Counter()
     microseconds: Counter[str] = Counter()
     for event in events:
-        is_range = event.is_user_annotation or _EXCHANGE.match(event.name) is not None
-        if is_range or event.device_type != DeviceType.CPU:
+        is_operator = _OPERATOR.match(event.name) and not _EXCHANGE.match(event.name)
+        if event.is_user_annotation or not is_operator or event.device_type != DeviceType.CPU:
             continue
         began_s = event.time_range.start * 1e-6 + offset_s
         place = bisect_right(begins_s, began_s) - 1
@@ -122,7 +125,8 @@ def top_operators(
     operators = []
     for name, number in microseconds.most_common(MAX_OPERATORS):
         if number > 0:
-            operators.append(TopOperator(name, calls[name], number * 1e-6))
+            shown_name = _COMPILED_GRAPH.sub(r"compiled graph \1", name)
+            operators.append(TopOperator(shown_name, calls[name], number * 1e-6))
     return operators
 
 

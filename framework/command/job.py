@@ -59,6 +59,8 @@ class Job:
     trains: ClassVar[bool] = False
     # "module:function" that forecasts the memory, for the report of a rank that ran out of it.
     forecast: ClassVar[str | None] = None
+    # "module:function" that forecasts a step, for the summary of a training with the profiler.
+    forecast_step: ClassVar[str | None] = None
     # The configuration's sections that only this job reads.
     sections: ClassVar[tuple[str, ...]] = ()
 
@@ -87,6 +89,7 @@ class Job:
             text=lambda run_dir, status: self.text(request, run_dir, status=status),
             trains=self.trains,
             forecast=self.forecast,
+            forecast_step=self.forecast_step,
         )
 
     def title(self, config: Config) -> str:

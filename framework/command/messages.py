@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from framework.runs.compare import NO_CODE, cell, compare_origins
 from framework.runs.profile import profile_tables
 from framework.system.formatting import display_path, format_count, format_facts, format_table
 from framework.system.run_dir import RunDir, read_object
+
+# Of the notes below a table.
+_WIDTH = 100
 
 
 def start_message(title: str, recipe: str, topology: Topology, run_dir: RunDir) -> str:
@@ -71,8 +75,7 @@ def training_summary(config: Config, run_dir: RunDir, status: int) -> str:
         lines += _metrics_by_step(results)
         if results.get("slow_ranks"):
             lines.append(f"  {SlowRank(**results['slow_ranks'][0])}")
-        profiles = config.trainer.profiler is not None or "profiler" in config.callbacks
-        if profiles and record.get("profile") is not None:
+        if makes_profile(config) and record.get("profile") is not None:
             lines += _profile_lines(record["profile"])
 
     path = display_path(run_dir.path)
@@ -90,6 +93,11 @@ def training_summary(config: Config, run_dir: RunDir, status: int) -> str:
         # The folder of all recipes' runs, to compare them.
         facts.append(("curves", tensorboard_command(run_dir.path.parents[1])))
     return "\n".join([*lines, format_facts(facts)])
+
+
+def makes_profile(config: Config) -> bool:
+    """Return True if the configuration asks for the profiler."""
+    return config.trainer.profiler is not None or "profiler" in config.callbacks
 
 
 def interrupted_message(run_dir: RunDir, *, trains: bool) -> str:
@@ -165,8 +173,11 @@ def _profile_lines(profile: Mapping[str, Any]) -> list[str]:
     """Return what the profiler found, above and below an empty line."""
     tables = profile_tables(profile)
     lines = ["", tables.title]
-    for rows in (tables.ranks, tables.operators):
-        lines += [*format_table(rows).splitlines(), ""]
+    for rows in (tables.forecast, tables.ranks, tables.operators):
+        if rows:
+            lines += [*format_table(rows).splitlines(), ""]
+    for note in tables.notes:
+        lines += [*textwrap.wrap(note, _WIDTH, initial_indent="  ", subsequent_indent="  "), ""]
     return lines
 
 

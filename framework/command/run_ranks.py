@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from framework.command.launcher import Placement
 from framework.command.messages import (
     interrupted_message,
+    makes_profile,
     rerun_message,
     start_message,
     stopped_message,
@@ -65,6 +67,7 @@ def run_ranks(
     text: Callable[[RunDir, int], str],
     trains: bool,
     forecast: str | None = None,
+    forecast_step: str | None = None,
 ) -> JobResult:
     """Run `entry` ("module:function") on every rank, in a run directory. No rank survives this call.
 
@@ -77,6 +80,7 @@ def run_ranks(
         text: returns the last lines, given the run directory and the exit status.
         trains: True: it is a training run, which can be resumed.
         forecast: "module:function", called after a rank ran out of memory; see `plan.forecast`.
+        forecast_step: "module:function", called after a profiled training; see `plan.estimate`.
     """
     placement = request.placement
     setup = _node_setup(request, placement, trains=trains)
@@ -112,6 +116,9 @@ def run_ranks(
             if outcome.failure is not None and forecast is not None and not is_quiet:
                 outcome = replace(outcome, failure=_with_forecast(outcome.failure, request, forecast))
 
+            if forecast_step is not None and outcome.failure is None and not is_quiet:
+                _add_forecast_of_step(run_dir, request, forecast_step)
+
             if outcome.error is not None and request.call is None and not isinstance(outcome.error, FrameworkError):
                 # For a debugger, and with Python's own traceback.
                 raise outcome.error
@@ -134,7 +141,8 @@ def run_ranks(
 def _with_forecast(report: FailureReport, request: Request, entry: str) -> FailureReport:
     """Return the report with a forecast of the memory, if a rank ran out of it while training."""
     memory = report.first.memory
-    if memory is None:
+    # An evaluation is no step.
+    if memory is None or report.first.phase == "evaluate":
         return report
     arguments = {
         "config": dict(request.raw),
@@ -151,6 +159,43 @@ def _with_forecast(report: FailureReport, request: Request, entry: str) -> Failu
     except FrameworkError as error:
         forecast = {"note": f"There is no forecast: {error}"}
     return add_forecast(report, forecast)
+
+
+def _add_forecast_of_step(run_dir: RunDir, request: Request, entry: str) -> None:
+    """Add to the profile of this start the memory that `job=plan` forecasts, and the least time of a step."""
+    if not makes_profile(request.config) or not run_dir.run_file.exists():
+        return
+    profile = run_dir.read_run().get("profile")
+    topology = request.placement.topology
+    # The objects of a call from Python are only here, and several nodes may be other machines than this one.
+    if profile is None or request.call is not None or topology.nnodes > 1:
+        return
+    plan = {**request.raw.get("plan", {}), "device": "this", "measure": topology.gpus_per_node == 0}
+    arguments = {
+        "config": {**request.raw, "plan": plan},
+        "topology": asdict(topology),
+        "backend": request.placement.backend,
+    }
+    forecast: dict[str, Any] = {"least_step_s": None, "peak_bytes": None, "notes": []}
+    try:
+        purpose = "forecast a step"
+        planned = call_in_child(request.fork_server, entry, arguments, timeout_s=_FORECAST_S, purpose=purpose)
+        memory = planned["forecast"]
+        forecast["notes"] += memory["notes"]
+        if memory["memory"] is not None:
+            forecast["peak_bytes"] = memory["memory"]["peak"]
+        # Of this CPU.
+        work = planned.get("time")
+        if work is not None:
+            forecast["notes"] += work["notes"]
+            if work["compute_s"] is not None:
+                forecast["least_step_s"] = work["compute_s"] + work["memory_s"]
+    except LaunchError:
+        # The measurement is still to be shown.
+        forecast["notes"].append(f"There is no forecast: it took more than {_FORECAST_S:g} s.")
+    except FrameworkError as error:
+        forecast["notes"].append(f"There is no forecast: {error}")
+    run_dir.update_run({"profile": {**profile, "forecast": forecast}})
 
 
 def _mirroring(request: Request, run_dir: RunDir) -> AbstractContextManager[object]:

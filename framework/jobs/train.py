@@ -21,6 +21,7 @@ class Train(Job):
 
     trains = True
     forecast = "framework.jobs.plan.forecast:forecast_memory"
+    forecast_step = "framework.jobs.plan.estimate:estimate"
 
     def mistakes(self, config: Config) -> Iterator[str]:
         return validation_mistakes(config)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from framework.system.formatting import format_seconds
+from framework.system.formatting import format_binary_bytes, format_seconds
 
 # Of more ranks, the first and the last ones are shown.
 _MAX_RANKS = 16
@@ -17,6 +17,10 @@ class ProfileTables(NamedTuple):
     title: str
     ranks: list[tuple[str, ...]]
     operators: list[tuple[str, ...]]
+    # What `job=plan` forecasts, beside it.
+    forecast: list[tuple[str, ...]]
+    # What the forecast leaves out, or why there is none.
+    notes: list[str]
 
 
 def profile_tables(profile: Mapping[str, Any]) -> ProfileTables:
@@ -48,7 +52,28 @@ def profile_tables(profile: Mapping[str, Any]) -> ProfileTables:
                 _percent(operator["share"]),
             )
         )
-    return ProfileTables(title, ranks, operators)
+    forecast = profile.get("forecast")
+    if forecast is None:
+        return ProfileTables(title, ranks, operators, [], [])
+    rows: list[tuple[str, ...]] = [("", "measured", "forecast")]
+    least = _shown(forecast["least_step_s"], lambda seconds: f"at least {format_seconds(seconds)}")
+    rows.append(("a step", format_seconds(step_s or profiled_s), least))
+    measured_bytes = profile.get("peak_bytes")
+    rows.append(
+        (
+            "peak of the memory",
+            _shown(measured_bytes, format_binary_bytes),
+            _shown(forecast["peak_bytes"], format_binary_bytes),
+        )
+    )
+    return ProfileTables(title, ranks, operators, rows, [str(note) for note in forecast["notes"]])
+
+
+def _shown(number: float | None, shown: Callable[[float], str]) -> str:
+    """Return the number as text; `–` if it isn't known."""
+    if number is None:
+        return "–"
+    return shown(number)
 
 
 def _percent(share: float) -> str:

@@ -44,7 +44,7 @@ from framework.tasks import Supervised
 
 class Late(Supervised):
     def training_step(self, model, batch):
-        time.sleep(0.05 * (os.environ["RANK"] == "1"))
+        time.sleep(0.05 * (os.environ.get("RANK") == "1"))
         return super().training_step(model, batch)
 """
 
@@ -68,6 +68,8 @@ def test_the_summary_tells_what_each_rank_spends_its_time_on(train, tmp_path, ca
         assert sum(shares.values()) == pytest.approx(1)
     calls = {operator["name"]: operator["calls"] for operator in profile["operators"]}
     assert calls["aten::addmm"] == 2 * 5
+    # Ranges around operators are none.
+    assert all(name.startswith("aten::") for name in calls)
 
     title = "Where the time went in steps 13 to 17"
     assert title in capfd.readouterr().out
@@ -105,6 +107,24 @@ def test_the_summary_tells_that_training_waits_for_data(train, tmp_path):
     profile = results.run_file(run_dir)["profile"]
     assert (profile["steps"], profile["step_s"]) == ([1, 5], None)
     assert largest(profile["ranks"][0]) == "data"
+
+
+def shown_bytes(size_bytes):
+    return [f"{size_bytes / 2**20:.1f}", "MiB"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_the_forecast_of_the_memory_is_near_its_measurement(train, capfd):
+    no_evaluation = ("trainer.limit_val_batches=0", "trainer.limit_test_batches=0", "checkpoint=none")
+    options = ("callbacks=[profiler]", "callbacks.profiler.wait=0", "trainer.max_steps=6")
+    run_dir = train("recipe=digits", *no_evaluation, *options, "trainer.accumulate_grad_batches=2")
+    profile = results.run_file(run_dir)["profile"]
+    assert profile["forecast"]["notes"] == []
+    assert 0 < profile["forecast"]["least_step_s"] < profile["profiled_step_s"]
+    assert profile["peak_bytes"] == pytest.approx(profile["forecast"]["peak_bytes"], rel=0.05)
+    row = ["peak", "of", "the", "memory", *shown_bytes(profile["peak_bytes"])]
+    assert " ".join([*row, *shown_bytes(profile["forecast"]["peak_bytes"])]) in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.exhaustive

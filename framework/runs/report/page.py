@@ -268,7 +268,7 @@ def _profiles(records: Sequence[RunRecord]) -> Iterator[tuple[_Label, ProfileTab
             tables = profile_tables(profile)
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError):
             # Somebody edited it, or it is of another version.
-            tables = ProfileTables("The profile in run.json can't be shown.", [], [])
+            tables = ProfileTables("The profile in run.json can't be shown.", [], [], [], [])
         yield _label(number, record), tables
 
 

@@ -54,14 +54,13 @@ def test_an_unwritable_folder_hides_no_failure(tmp_path, caplog):
     assert "TorchProfiler can't write what it recorded" in caplog.text
 
 
-def test_recording_nothing_is_reported_despite_earlier_traces(tmp_path, caplog, capsys):
+def test_recording_nothing_is_reported_despite_earlier_traces(tmp_path, capsys):
     make_trainer(settings(max_steps=4), callbacks={"profiler": profiler(tmp_path)}).fit()
     earlier = recorded_steps(tmp_path)
     capsys.readouterr()
     trainer = make_trainer(settings(max_steps=6), callbacks={"profiler": profiler(tmp_path, wait=10)})
     trainer.progress.step = 4
-    with caplog.at_level(logging.WARNING, logger="framework"):
-        trainer.fit()
-    assert "TorchProfiler recorded nothing: training ended before step 20." in caplog.text
-    assert capsys.readouterr().out == ""
+    trainer.fit()
+    # The first of the recorded steps.
+    assert "The profiler recorded nothing: training ended before step 16. " in capsys.readouterr().out
     assert recorded_steps(tmp_path) == earlier
