@@ -69,15 +69,22 @@ class Fault:
     # What the cause is read from, in half sentences.
     evidence: list[str] = field(default_factory=list)
     rank: int = 0
+    # How many objectives of the task come before this one in a step.
+    objectives_before: int = 0
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """The first fault of several ranks has the least: what other ranks see of it comes later in a step."""
+    def order(self) -> tuple[int, int, int, int]:
+        """The first fault of several ranks has the least: what other ranks see of it comes later in a step.
+
+        Each objective has an update of its own, after which all ranks have its fault in the forward of the next.
+        """
         directions: list[Direction] = ["forward", "backward", "update"]
-        return self.step, directions.index(self.direction), self.rank
+        return self.step, self.objectives_before, directions.index(self.direction), self.rank
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        del fields["objectives_before"]
+        return fields
 
     def text(self) -> str:
         """Return a sentence that says where, and one that says why."""
@@ -240,7 +247,7 @@ def first_fault(sizes: StepSizes, before: Iterable[StepSizes], *, factor: float 
     for position, one in enumerate(measured):
         rows = usual.wrong_rows(one, factor=factor)
         if rows:
-            return _fault(sizes, measured, position, rows, usual=usual)
+            return _fault(sizes, measured, position, rows, usual=usual, factor=factor)
     return None
 
 
@@ -251,15 +258,20 @@ def _fault(
     rows: list[int],
     *,
     usual: Usual,
+    factor: float,
 ) -> Fault:
     one = measured[position]
     event = one.event
     info = None
     samples = None
     num_samples = 0
+    objectives = list(dict.fromkeys(micro_batch.objective for micro_batch in sizes.micro_batches))
+    # Weights are measured at the end of the step.
+    objectives_before = len(objectives)
     if event.micro_batch >= 0:
         info = sizes.micro_batches[event.micro_batch]
-        samples = _samples(event, rows, info, measured)
+        objectives_before = objectives.index(info.objective)
+        samples = _samples(event, rows, info, measured, usual=usual, factor=factor)
         num_samples = info.num_samples
 
     evidence = []
@@ -308,6 +320,7 @@ def _fault(
         num_samples=num_samples,
         samples=samples,
         evidence=evidence,
+        objectives_before=objectives_before,
     )
 
 
@@ -377,7 +390,13 @@ def _rate_fault(jump: RateJump, steps: Sequence[Sequence[Measured]]) -> Fault:
 
 
 def _samples(
-    event: Event, rows: Sequence[int], info: MicroBatchInfo, measured: Sequence[Measured]
+    event: Event,
+    rows: Sequence[int],
+    info: MicroBatchInfo,
+    measured: Sequence[Measured],
+    *,
+    usual: Usual,
+    factor: float,
 ) -> list[Sample] | None:
     """Return the samples that are wrong, if the fault, or else the gradient of what the model returns, tells them."""
     if event.is_per_sample:
@@ -389,7 +408,7 @@ def _samples(
         other = one.event
         is_of_micro_batch = other.micro_batch == event.micro_batch
         if other.direction == "backward" and other.is_per_sample and is_of_micro_batch:
-            wrong = [row for row, size in enumerate(one.sizes) if not math.isfinite(size)]
+            wrong = usual.wrong_rows(one, factor=factor)
             if wrong:
                 return [_sample(row, info) for row in wrong]
     return None

@@ -91,6 +91,11 @@ def explanation(run_dir: Any) -> str:
             id="target",
         ),
         pytest.param(
+            poisoned(130, value=1e30, target="true"),
+            "step 7, rank 0: the loss is infinite or above 1e19 for sample 130. What the model returns is as in the",
+            id="large target",
+        ),
+        pytest.param(
             (f"model._target_={CASES}.Masked", *poisoned(130)),
             "step 7, rank 0: the input of the model (Masked) is NaN for sample 130.",
             id="with a mask",
@@ -140,6 +145,25 @@ def test_names_where_a_value_is_not_finite_first(train, overrides, says):
 )
 def test_names_the_rank_on_which_it_began(train, overrides, says):
     assert says in explanation(train(*GUARDED, *ON_TWO, *overrides, status=1))
+
+
+@pytest.mark.multiproc
+def test_names_the_rank_of_a_fault_that_all_have_in_the_next_objective(train, tmp_path):
+    recipe = {
+        "defaults": [{"override /optimizer": None}, {"override /callbacks": "nan_guard"}],
+        "model": {"_target_": "tests.features.optimizer_cases.Heads"},
+        "task": {"_target_": "tests.features.optimizer_cases.Alternating", "every": 1},
+        "data": {"datasets": {"_target_": "tests.features.optimizer_cases.points"}, "global_batch_size": 12},
+        "optimizer": {
+            "copy": {"_target_": "torch.optim.SGD", "params": "^(body|copy)", "lr": 0.01},
+            "guess": {"_target_": "torch.optim.SGD", "lr": 0.01},
+        },
+        "trainer": {"max_epochs": None, "max_steps": 8, "log_every_n_steps": 4, "limit_val_batches": 0},
+        "checkpoint": {"enabled": False},
+    }
+    write_recipe(tmp_path, "heads", recipe)
+    run_dir = train("recipe=heads", *ON_TWO, *fault("gradient", layer="body.0", rank=1), status=1)
+    assert "step 7, rank 1: the gradient of `body.0.weight` is NaN in the float32 backward" in explanation(run_dir)
 
 
 @pytest.mark.parametrize("automatic", [True, False])
