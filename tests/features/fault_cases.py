@@ -143,11 +143,11 @@ class Masked(nn.Module):
 class Lit(pl.LightningModule):
     """A LightningModule that may make its optimizer's steps itself."""
 
-    def __init__(self, automatic: bool = True) -> None:
+    def __init__(self, automatic: bool = True, inputs: int = 4, outputs: int = 1) -> None:
         super().__init__()
         self.automatic_optimization = automatic
-        self.first = nn.Linear(4, 8)
-        self.second = nn.Linear(8, 1)
+        self.first = nn.Linear(inputs, 8)
+        self.second = nn.Linear(8, outputs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
