@@ -11,7 +11,7 @@ from framework.callbacks.layer_sizes import Direction, Event, Measured, StepSize
 from framework.system.formatting import format_count, format_numbers
 from framework.types import MicroBatchInfo
 
-Cause = Literal["sample", "activation", "layer", "learning_rate", "gradient", "update"]
+Cause = Literal["sample", "activation", "layer", "loss", "learning_rate", "gradient", "update"]
 
 # In a step that isn't finite, values that are this many times as large as in all steps before are part of the fault:
 # what explodes in one layer is often infinite only in a later one.
@@ -49,9 +49,10 @@ class Fault:
     # Of a task with several losses; else empty.
     objective: str
     direction: Direction
-    # What has the wrong values: input or output of a layer (in the backward: their gradient), loss, parameter, weight.
+    # What has the wrong values: an entry of the batch, input or output of a layer (in the backward: their gradient),
+    # loss, parameter, weight.
     kind: str
-    # The module's name, empty for the model itself; of a parameter or weight, the parameter's name.
+    # The module's name, empty for the model itself; of a parameter or weight, the parameter's name; `batch[1]`.
     layer: str
     type: str
     # The module that the values were made in, if `layer` only got them; None if that was the task.
@@ -107,12 +108,13 @@ class Fault:
                 return f"the gradient of the loss is {values}"
             case "backward", _:
                 return f"the gradient that {self._maker()} makes is {values} in {where}"
+            case "forward", "batch":
+                return f"`{self.layer}` is {values}"
             case "forward", "loss":
                 return f"the loss is {values}"
-            case "forward", "input" if self.inside is None and self.after is None:
-                return f"the input of {self._name()} is {values}"
             case "forward", "input":
-                made = f"what {_named(self.inside)} gives to {self._name()}"
+                maker = "the task" if self.inside is None else _named(self.inside)
+                made = f"what {maker} gives to {self._name()}"
                 if self.after is not None:
                     made += f" after {_named(self.after)}"
                 return f"{made} is {values} in {where}"
@@ -241,14 +243,17 @@ def first_fault(sizes: StepSizes, before: Iterable[StepSizes], *, factor: float 
         steps.append(measured)
         summaries.append(summary_of(earlier, measured))
     measured = sizes.measured()
-    jump = rate_jump([*summaries, summary_of(sizes, measured)])
-    if jump is not None:
-        return _rate_fault(jump, [*steps, measured])
+    fault = None
     for position, one in enumerate(measured):
         rows = usual.wrong_rows(one, factor=factor)
         if rows:
-            return _fault(sizes, measured, position, rows, usual=usual, factor=factor)
-    return None
+            fault = _fault(sizes, measured, position, rows, usual=usual, factor=factor)
+            break
+    jump = rate_jump([*summaries, summary_of(sizes, measured)])
+    # No learning rate makes the data NaN or infinite.
+    if jump is not None and not (fault is not None and fault.cause == "sample" and fault.values != "too large"):
+        return _rate_fault(jump, [*steps, measured])
+    return fault
 
 
 def _fault(
@@ -283,18 +288,16 @@ def _fault(
     elif event.direction == "backward":
         cause = "gradient"
         evidence.append("the forward is as in the steps before")
-    elif event.kind == "input" and event.inside is None and event.after is None:
+    elif event.kind == "batch":
         cause = "sample"
-        evidence.append("the batch has these values")
+        evidence.append("the data has these values")
     elif event.kind == "loss":
-        cause = "sample"
-        evidence.append("what the model returns is as in the steps before: look at the targets and the loss function")
-    elif is_some:
-        cause = "activation"
-        evidence.append("its input is as in the steps before")
+        cause = "loss"
+        evidence.append("the batch and what the model returns are as in the steps before: look at the loss function")
     else:
-        cause = "layer"
-        evidence.append("its input is as in the steps before")
+        cause = "activation" if is_some else "layer"
+        before = "its input is" if event.kind == "output" else "all values before it are"
+        evidence.append(f"{before} as in the steps before")
     times = usual.factor(one)
     if times is not None and math.isfinite(times):
         evidence.append(f"that is {times:.3g} times as large as before")

@@ -1,4 +1,4 @@
-"""Records how large the values are that pass through a model's layers in a step: forward, backward and update.
+"""Records how large the values are in a step: of the batch, of what passes through layers, of gradients and weights.
 
 Of each tensor it keeps a norm, one for each sample if the first dimension is that of the samples. A norm is NaN or
 infinite if a value is. The 2-norm is the cheapest reduction that also says how large the values are; on the CPU the
@@ -12,19 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, TypeGuard, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 from torch.utils.hooks import RemovableHandle
 
 from framework.distributed.sharded import local_tensor
 from framework.types import MicroBatchInfo, StepOutput
 
 Direction = Literal["forward", "backward", "update"]
-Kind = Literal["input", "output", "loss", "parameter", "weight"]
+Kind = Literal["batch", "input", "output", "loss", "parameter", "weight"]
 
 # Entries of a batch with the lengths of its sequences, or with a 1 for each place that isn't padding.
 LENGTHS = ("length", "lengths", "attention_mask")
@@ -36,13 +36,14 @@ _HALF = (torch.float16, torch.bfloat16)
 class Event:
     """A tensor that was measured.
 
-    In the forward it is the input or output of a layer, or the loss. In the backward it is the gradient of one of
-    these, or of a parameter, before ranks exchange it. In the update it is a weight after the step.
+    In the forward it is an entry of the batch, the input or output of a layer, or the loss. In the backward it is the
+    gradient of one of these, or of a parameter, before ranks exchange it. In the update it is a weight after the step.
     """
 
     direction: Direction
     kind: Kind
-    # The module's name, empty for the model itself; of a parameter or weight, the parameter's name.
+    # The module's name, empty for the model itself; of a parameter or weight, the parameter's name; of an entry of the
+    # batch, such as `batch[1]` or `batch['image']`.
     layer: str
     type: str
     # How often the place came before in this micro-batch, since a layer may be called several times.
@@ -53,7 +54,7 @@ class Event:
     dtype: str = ""
     # The module whose forward was running; None if none was.
     inside: str | None = None
-    # The layer whose tensor was measured before this one, in the forward of this micro-batch; None if none was.
+    # The layer that returned last before this one was called, in this micro-batch; None if none had.
     after: str | None = None
     # The innermost module that got this tensor as its input; None if none did.
     consumer: str | None = None
@@ -68,6 +69,15 @@ class Event:
     @property
     def place(self) -> tuple[str, str, str, int]:
         return self.direction, self.kind, self.layer, self.occurrence
+
+
+class _Known(NamedTuple):
+    """A tensor that was measured."""
+
+    tensor: Tensor
+    # Changes in place count it up.
+    version: int
+    event: Event
 
 
 @dataclass(frozen=True)
@@ -149,8 +159,11 @@ class LayerSizes:
         self._is_open = False
         # Modules whose forward is running.
         self._running: list[str] = []
-        # The tensor that was measured last, its version and its event: what one layer returns is the next one's input.
-        self._last: tuple[Tensor, int, Event] | None = None
+        # What is known already: the batch, and what was measured last, since one layer's output is the next one's input.
+        self._batch: list[_Known] = []
+        self._last: _Known | None = None
+        # The layer that returned last.
+        self._after: str | None = None
         self._occurrences: Counter[tuple[str, str, str]] = Counter()
         self._norms: list[Tensor] = []
         self._deciding: list[Tensor] = []
@@ -162,13 +175,17 @@ class LayerSizes:
             # Not before the first step: hooks are called in the order in which they were registered, and others may
             # change what a layer returns.
             self._install()
-        self._occurrences.clear()
-        self._last = None
-        self._running.clear()
+        self._forget()
         self._is_open = info.num_samples > 0
-        if self._is_open:
-            # Steps are kept for a while, and whole batches would take much memory.
-            self._sizes.micro_batches.append(info._replace(batch=lengths_of(info.batch)))
+        if not self._is_open:
+            return
+        # Steps are kept for a while, and whole batches would take much memory.
+        self._sizes.micro_batches.append(info._replace(batch=lengths_of(info.batch)))
+        for path, tensor in tree_leaves_with_path(info.batch):
+            if _is_measurable(tensor):
+                event = self._measure(tensor.detach(), "forward", "batch", f"batch{keystr(path)}", "")
+                if event is not None:
+                    self._batch.append(_Known(tensor, tensor._version, event))
 
     def note_loss(self, output: StepOutput) -> None:
         """Measure the loss, if it counts."""
@@ -184,7 +201,7 @@ class LayerSizes:
     def end(self, step: int) -> StepSizes:
         """Measure the weights and return the step."""
         self._is_open = False
-        self._last = None
+        self._forget()
         self.measure_weights()
         sizes = self._sizes
         sizes.step = step
@@ -217,7 +234,15 @@ class LayerSizes:
             handle.remove()
         self._handles.clear()
         self._is_open = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the micro-batch, whose tensors would stay in memory."""
+        self._occurrences.clear()
+        self._batch.clear()
         self._last = None
+        self._after = None
+        self._running.clear()
 
     # Hooks are functions, not bound methods: a copy of the model copies its hooks and what they are bound to.
 
@@ -243,6 +268,7 @@ class LayerSizes:
                 if self._running:
                     self._running.pop()
                 self._measure_all(output, "output", name, kind)
+                self._after = name
 
         return [
             module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -258,21 +284,30 @@ class LayerSizes:
     def _measure_all(self, tree: Any, kind: Kind, layer: str, layer_type: str) -> None:
         """Measure the tensors that a module gets or returns, and have their gradients measured."""
         for tensor in tree_leaves(tree):
-            if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+            if not _is_measurable(tensor):
                 continue
-            last = self._last
-            if last is not None and last[0] is tensor and last[1] == tensor._version:
+            known = self._known(tensor)
+            if known is not None:
                 if kind == "input":
-                    last[2].consumer = layer
+                    known.consumer = layer
                 continue
             event = self._measure(tensor.detach(), "forward", kind, layer, layer_type)
             if event is None:
                 continue
-            if last is not None:
-                event.after = last[2].layer
-            self._last = (tensor, tensor._version, event)
+            event.after = self._after
+            self._last = _Known(tensor, tensor._version, event)
             if tensor.requires_grad:
                 tensor.register_hook(self._gradient_hook(event))
+
+    def _known(self, tensor: Tensor) -> Event | None:
+        """Return the event in which this tensor was measured, if it is of the batch or the last one."""
+        candidates = list(self._batch)
+        if self._last is not None:
+            candidates.append(self._last)
+        for known in candidates:
+            if known.tensor is tensor and known.version == tensor._version:
+                return known.event
+        return None
 
     def _gradient_hook(self, event: Event) -> Callable[[Tensor], None]:
         def measure(gradient: Tensor) -> None:
@@ -343,6 +378,10 @@ def lengths_of(batch: Any) -> dict[str, Any]:
     if not isinstance(batch, Mapping):
         return {}
     return {name: batch[name] for name in LENGTHS if isinstance(batch.get(name), Tensor)}
+
+
+def _is_measurable(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _joined(norms: Sequence[Tensor]) -> Tensor | None:

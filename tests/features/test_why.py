@@ -81,7 +81,7 @@ def facts(answer: dict[str, Any], *names: str) -> tuple[Any, ...]:
         ),
         pytest.param(
             (*ON_TWO, *ACCUMULATED, *poisoned(237, value=1e30)),
-            {"step": 12, "rank": 1, "micro_batch": 1, "samples": [237], "kind": "input", "cause": "sample"},
+            {"step": 12, "rank": 1, "micro_batch": 1, "samples": [237], "kind": "batch", "cause": "sample"},
             id="sample",
         ),
     ],
@@ -106,7 +106,7 @@ def test_the_fault_of_a_lightning_module_is_found(train, tmp_path, why):
     }
     write_recipe(tmp_path, "lit", recipe)
     answer = why(f"run={train('recipe=lit', status=1)}")
-    assert facts(answer, "step", "kind", "samples", "cause") == (7, "loss", [50], "sample")
+    assert facts(answer, "step", "kind", "samples", "cause") == (7, "batch", [50], "sample")
 
 
 def test_a_fault_from_before_a_checkpoint_is_found(train, why):
@@ -161,7 +161,7 @@ def test_another_value_of_a_sample_differs_in_the_sample(train, why):
     other = (*ON_TWO, *poisoned(251, value=3.0))
     difference = different(train, why, one, other)["difference"]
     assert (difference["what"], difference["step"], difference["rank"]) == ("tensor", 13, 1)
-    assert (difference["place"]["kind"], difference["samples"]) == ("input", [251])
+    assert (difference["place"]["kind"], difference["samples"]) == ("batch", [251])
     assert difference["logged"]["step"] == 16
 
 

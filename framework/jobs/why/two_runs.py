@@ -239,7 +239,9 @@ def _what(difference: Mapping[str, Any]) -> str:
     layer = place["layer"]
     name = f"`{layer}`" if layer else "the model"
     kind = place["kind"]
-    if place["direction"] == "update":
+    if kind == "batch":
+        what = name
+    elif place["direction"] == "update":
         what = f"the weight {name} after the update"
     elif kind == "parameter":
         what = f"the gradient of {name}"
