@@ -403,7 +403,7 @@ def _samples(
 ) -> list[Sample] | None:
     """Return the samples that are wrong, if the fault, or else the gradient of what the model returns, tells them."""
     if event.is_per_sample:
-        return [_sample(row, info) for row in rows]
+        return [sample_of(row, info) for row in rows]
     if event.kind != "loss":
         return None
     # A loss is one number; the gradient of what it was computed from has a row for each sample.
@@ -413,11 +413,12 @@ def _samples(
         if other.direction == "backward" and other.is_per_sample and is_of_micro_batch:
             wrong = usual.wrong_rows(one, factor=factor)
             if wrong:
-                return [_sample(row, info) for row in wrong]
+                return [sample_of(row, info) for row in wrong]
     return None
 
 
-def _sample(row: int, info: MicroBatchInfo) -> Sample:
+def sample_of(row: int, info: MicroBatchInfo) -> Sample:
+    """Return the sample in a row of a micro-batch."""
     index = None
     if info.indices is not None:
         index = int(info.indices[row])

@@ -159,7 +159,8 @@ class LayerSizes:
         self._is_open = False
         # Modules whose forward is running.
         self._running: list[str] = []
-        # What is known already: the batch, and what was measured last, since one layer's output is the next one's input.
+        # What is known already: the batch, and what was measured last, since what a layer returns is the next one's
+        # input.
         self._batch: list[_Known] = []
         self._last: _Known | None = None
         # The layer that returned last.
@@ -197,6 +198,11 @@ class LayerSizes:
             if not isinstance(output.weight, (int, float)) or output.weight:
                 self._measure(loss, "forward", "loss", "", "")
                 self._deciding.append(self._norms[-1])
+
+    def note_gradient(self, name: str, gradient: Tensor) -> None:
+        """Measure the gradient of a parameter."""
+        if self._is_open:
+            self._measure(gradient, "backward", "parameter", name, "")
 
     def end(self, step: int) -> StepSizes:
         """Measure the weights and return the step."""
@@ -362,8 +368,8 @@ class LayerSizes:
 
 
 def _measure_gradient(sizes: LayerSizes, name: str, parameter: Tensor) -> None:
-    if sizes._is_open and parameter.grad is not None:
-        sizes._measure(parameter.grad, "backward", "parameter", name, "")
+    if parameter.grad is not None:
+        sizes.note_gradient(name, parameter.grad)
 
 
 def _note_lrs(sizes: LayerSizes, optimizer: Optimizer, *_: Any) -> None:

@@ -960,6 +960,18 @@ class Trainer:
         """Return what a task learns of a micro-batch of the next step. index: in the window, from 0."""
         return self._batch_infos.of(window, index=index, step=self.progress.step, epoch=self.progress.epoch)
 
+    def step_of_part(self, objective: str) -> Callable[..., StepOutput] | None:
+        """Return what computes an objective from any samples: a function of the bare model and a batch.
+
+        None if the task asks for more than the batch, makes the steps itself, or takes other ranks.
+        """
+        makes_steps = self._run_whole_step is not None
+        if makes_steps or self._has_slots or self.state.strategy.forward_communicates:
+            return None
+        objectives = self._only_objective if self.state.objectives is None else self.state.objectives.all
+        steps = {one.name: one.step for one in objectives if one.name not in self._objectives_with_info}
+        return steps.get(objective)
+
     def repeat_alone(self, *, first_position: int) -> None:
         """Make a rank's part of a step without the other ranks.
 

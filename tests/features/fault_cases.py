@@ -11,10 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.distributed.nn.functional import all_gather
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
-from framework import Callback, Datasets, FitInfo, StepInfo
+from framework import Callback, Datasets, FitInfo, StepInfo, StepOutput
 from recipes.toy import toy_regression
 
 
@@ -195,3 +196,44 @@ class SeededDropout(nn.Module):
             return x
         generator = torch.Generator().manual_seed(self.seed)
         return x * (torch.rand(x.shape, generator=generator) > 0.1)
+
+
+def blank(index: int, **settings: Any) -> Datasets:
+    """Return the toy recipe's data with a training sample whose input is all zeros."""
+    data = toy_regression(**settings)
+    inputs, _ = data.train.tensors
+    inputs[index] = 0.0
+    return data
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(10, 10, bias=False)
+        self.net2 = nn.Linear(10, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net2(torch.relu(self.net1(x)))
+        return out
+
+
+class Contrast:
+    """Compares the embeddings of all samples with each other; that of a blank sample has no direction.
+
+    Args:
+        gathers: those of all ranks.
+    """
+
+    def __init__(self, gathers: bool = False) -> None:
+        self.gathers = gathers
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
+        x, _ = batch
+        embeddings = model(x)
+        if self.gathers:
+            embeddings = torch.cat(all_gather(embeddings))
+        directions = embeddings / embeddings.norm(dim=1, keepdim=True)
+        labels = torch.arange(len(directions))
+        return StepOutput(cross_entropy(directions @ directions.T, labels), len(x))
+
+    validation_step = training_step

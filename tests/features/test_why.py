@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.features.test_nan_guard import ACCUMULATED, CASES, ON_TWO, fault, poisoned
-from tests.helpers.internals import compose
+from tests.helpers.internals import compose, guilty_rows
 from tests.helpers.recipes import write_recipe
 
 RUN = (
@@ -123,6 +123,42 @@ def test_a_wrong_value_of_a_finite_step_is_found(train, why, named):
     answer = why(f"run={run}", named)
     wanted = (14, "forward", "net1", [263], "activation")
     assert facts(answer, "step", "direction", "layer", "samples", "cause") == wanted
+
+
+CONTRAST = (
+    f"model._target_={CASES}.Embedding",
+    f"task._target_={CASES}.Contrast",
+    "~task.loss",
+    "~task.metrics",
+)
+BLANK = (f"data.datasets._target_={CASES}.blank", "+data.datasets.index=263")
+
+
+def test_a_sample_that_spoils_all_others_is_found(train, why):
+    answer = why(f"run={train(*RUN, *CONTRAST, *BLANK, status=1)}")
+    assert facts(answer, "step", "kind", "samples", "cause") == (14, "loss", [263], "loss")
+    assert "the loss is NaN for sample 263" in answer["out"]
+    assert "without that sample, the rest of the micro-batch is as usual" in answer["out"]
+
+
+@pytest.mark.multiproc
+@pytest.mark.exhaustive
+def test_no_sample_is_named_where_ranks_exchange_values(train, why):
+    answer = why(f"run={train(*RUN, *ON_TWO, *CONTRAST, '+task.gathers=true', *BLANK, status=1)}")
+    assert facts(answer, "step", "kind", "num_samples") == (14, "loss", 10)
+    assert len(answer["fault"]["samples"]) == 10
+
+
+@pytest.mark.parametrize("guilty", [[], [0], [23], [11], [0, 1], [22, 23], [3, 9, 17], list(range(24))])
+def test_guilty_rows_are_found_by_leaving_rows_out(guilty):
+    def is_wrong(rows: Sequence[int]) -> bool | None:
+        # A model that mixes samples may refuse fewer than three.
+        if len(rows) < 3:
+            return None
+        return not {*guilty}.isdisjoint(rows)
+
+    found = guilty_rows(is_wrong, num_rows=24)
+    assert found == (guilty if 0 < len(guilty) < 24 else None)
 
 
 def test_a_usual_step_has_no_fault(train, why):

@@ -218,6 +218,7 @@ if TYPE_CHECKING:
     from framework.jobs.tune.lr_range import plot
     from framework.jobs.tune.memory import DeviceMemory, HostMemory
     from framework.jobs.tune.sizes import BatchSizing, Forecast, largest_fitting, resolution
+    from framework.jobs.why.samples import guilty_rows
     from framework.launch import base as launch_base_module
     from framework.launch.child import Child, Message, Tee, show_status
     from framework.launch.cluster_environment import (

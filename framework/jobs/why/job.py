@@ -11,8 +11,8 @@ and written to why.json. Of one run it has these keys:
     run, recipe
     repeated    for each repetition: `checkpoint` (null: from scratch), `from_step` and `until`
     fault       null if there is none; else step, rank, micro_batch, objective, direction (forward, backward, update),
-                kind, layer, type, inside, after, dtype, values, cause (sample, activation, layer, learning_rate,
-                gradient, update), samples (index, row, length), num_samples, evidence
+                kind, layer, type, inside, after, dtype, values, cause (sample, activation, layer, loss,
+                learning_rate, gradient, update), samples (index, row, length), num_samples, evidence
     changes     what has changed since the run, that may give other numbers
     text        the paragraph that is printed
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +34,7 @@ from framework.config.schema import Config
 from framework.errors import ConfigError
 from framework.jobs.replay.changes import changes_since
 from framework.jobs.replay.training import last_step
-from framework.jobs.why.repeating import Repeated, described, fault_watch, repeat, start_before
+from framework.jobs.why.repeating import Repeated, described, fault_watch, repeat, sample_search, start_before
 from framework.jobs.why.two_runs import compare_two
 from framework.remote.place import outputs_folder
 from framework.runs.record import RunRecord, read_run
@@ -128,6 +128,16 @@ def _of_one(request: Request, record: RunRecord, *, folder: Path) -> dict[str, A
             break
         start = start_before(record, start.step)
 
+    if fault is not None and _needs_samples(fault):
+        # The place is known, and what tells the samples apart takes a look before the step.
+        start = start_before(record, fault["step"])
+        looking = sample_search(fault)
+        place = folder / "training_samples"
+        repeated = repeat(request, record, start, until=fault["step"], callback=looking, folder=place)
+        repetitions.append(repeated)
+        for rank in repeated.ranks:
+            fault = rank["fault"] or fault
+
     changes = changes_since(segment_at(record.run_dir, last))
     return {
         "run": record.run,
@@ -190,6 +200,13 @@ def _first_fault(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     first: dict[str, Any] = dict(min(faults, key=lambda fault: fault["order"]))
     del first["order"]
     return first
+
+
+def _needs_samples(fault: Mapping[str, Any]) -> bool:
+    """Return True if no row of the micro-batch was told from the others."""
+    if fault["micro_batch"] is None or fault["num_samples"] < 2:
+        return False
+    return fault["samples"] is None or len(fault["samples"]) == fault["num_samples"]
 
 
 def _text(

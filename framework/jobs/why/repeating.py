@@ -19,6 +19,7 @@ from framework.system.run_dir import read_object
 from framework.system.shown_text import shown
 
 _FAULT_WATCH = "framework.jobs.why.watch.FaultWatch"
+_SAMPLE_SEARCH = "framework.jobs.why.samples.SampleSearch"
 _TRACE = "framework.jobs.why.watch.Trace"
 
 
@@ -42,6 +43,11 @@ def described(repeated: Repeated) -> dict[str, Any]:
 def fault_watch(*, first: int | None = None, last: int | None = None) -> Node:
     """Return the callback that finds the first fault; see `FaultWatch`."""
     return {"_target_": _FAULT_WATCH, "first": first, "last": last}
+
+
+def sample_search(fault: Mapping[str, Any]) -> Node:
+    """Return the callback that looks for the samples of a fault; see `SampleSearch`."""
+    return {"_target_": _SAMPLE_SEARCH, "fault": dict(fault)}
 
 
 def trace() -> Node:
