@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any, Literal, NamedTuple, final
 
 from framework.callbacks.layer_sizes import Direction, Event, Measured, StepSizes
@@ -209,14 +210,19 @@ class Usual:
             self._largest[place] = max([self._largest.get(place, 0.0), *finite])
 
     def wrong_rows(self, one: Measured, *, factor: float) -> list[int]:
-        """Return which of the sizes aren't finite, or more than `factor` times the usual ones."""
+        """Return which of the sizes aren't finite, or more than `factor` times the usual ones.
+
+        If nothing is known, as in the first step, the other samples of the micro-batch are what is usual.
+        """
         place = one.event.place
         if place in self._not_finite:
             return []
-        largest = self._largest.get(place, 0.0)
-        limit = math.inf
-        if largest > 0:
-            limit = largest * factor
+        limit = self._largest.get(place, 0.0) * factor
+        if limit == 0 and one.event.is_per_sample:
+            finite = [size for size in one.sizes if math.isfinite(size)]
+            limit = median(finite or [0.0]) * EXPLODES
+        if limit == 0:
+            limit = math.inf
         return [row for row, size in enumerate(one.sizes) if not size <= limit or math.isinf(size)]
 
     def factor(self, one: Measured) -> float | None:
@@ -350,7 +356,9 @@ def rate_jump(summaries: Sequence[StepSummary]) -> RateJump | None:
             if old > 0 and new > JUMPS * old:
                 return RateJump(after.step, position, f"the learning rate went from {old:.3g} to {new:.3g}")
         grows = before.weights > 0 and after.weights > GROWS * before.weights
-        gradients_grow = before.gradients > 0 and not after.gradients <= JUMPS * before.gradients
+        # Before the first step no gradient is known: then they aren't large if they are about as large as the weights.
+        usual = before.gradients or before.weights
+        gradients_grow = not after.gradients <= JUMPS * usual
         if grows and after.lrs and not gradients_grow:
             rates = ", ".join(f"{lr:.3g}" for lr in dict.fromkeys(after.lrs.values()))
             times = after.weights / before.weights

@@ -86,6 +86,11 @@ def explanation(run_dir: Any) -> str:
             id="large sample",
         ),
         pytest.param(
+            poisoned(10, value=1e30),
+            "step 1, rank 0: `batch[0]` is infinite or above 1e19 for sample 10. The data has these values.",
+            id="in the first step",
+        ),
+        pytest.param(
             poisoned(130, target="true"),
             "step 7, rank 0: `batch[1]` is NaN for sample 130. The data has these values.",
             id="target",

@@ -117,6 +117,12 @@ def test_a_fault_from_before_a_checkpoint_is_found(train, why):
     assert [repeated["from_step"] for repeated in answer["repeated"]] == [10, 5]
 
 
+def test_a_sample_of_the_first_step_is_found(train, why):
+    # There is no step before to compare with, only the other samples.
+    answer = why(f"run={train(*RUN, *poisoned(7, value=1e30), status=1)}")
+    assert facts(answer, "step", "layer", "samples", "cause") == (1, "batch[0]", [7], "sample")
+
+
 @pytest.mark.parametrize("named", ["why.step=14", "why.metric=train/loss"])
 def test_a_wrong_value_of_a_finite_step_is_found(train, why, named):
     run = train(*RUN, *fault("activation", step=14, layer="net1", value=100.0))
