@@ -44,7 +44,7 @@ ROWS = {
     "toy": Row("toy", 800),
     "toy_model_parallel": Row("toy_model_parallel", 800),
     "digits": Row("digits", 200),
-    "finetune_digits": Row("finetune_digits", 80),
+    "finetune_digits": Row("finetune_digits", 240),
     "gan_digits": Row("gan_digits", 600),
     "text_padded": Row("text_padded", 100),
     "cartpole": Row("cartpole", 50),

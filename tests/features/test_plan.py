@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tests.helpers import results
-from tests.helpers.internals import compose
+from tests.helpers.internals import RATES, DeviceName, compose, find_device
 from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc
@@ -232,3 +232,29 @@ def test_steps_that_cannot_be_made_have_no_time(plan, overrides, reason):
     time = plan("recipe=toy", "trainer.gpus=0", "plan.measure=true", *overrides)["time"]
     assert time["step_s"] is None
     assert reason in time["notes"][-1]
+
+
+def test_a_step_on_a_gpu_takes_what_its_data_sheet_says(plan, answer, tmp_path):
+    (tmp_path / "preflight.json").write_text(json.dumps(PREFLIGHT))
+    gpus = ("recipe=digits", "trainer.gpus=2", "plan.device=h100", "trainer.precision=bf16-mixed")
+    found = plan(*gpus, f"plan.preflight={tmp_path}", "plan.price_per_hour=3")
+    time = found["forecast"]["time"]
+    assert sum(time["parts"].values()) == pytest.approx(time["step_s"])
+    # At the bandwidth of the largest size; all but the backward, which takes no second.
+    exchange_s = 500 * found["traffic"]["reduced"] / 860
+    assert exchange_s - 1 < time["parts"]["exchange"] < exchange_s
+    assert time["bound_by"] == "exchange"
+    assert time["hours"] == pytest.approx(time["step_s"] * found["steps"]["total"] / 3600)
+    assert time["cost"] == pytest.approx(3 * time["hours"])
+    in_bfloat16 = 989.5e12
+    assert time["mfu"] == pytest.approx(time["flops"] / in_bfloat16 / time["step_s"])
+
+    status, out, err = answer(*gpus)
+    assert (status, err) == (0, "")
+    assert "Time on NVIDIA H100 80GB HBM3, from the step's FLOPs and bytes" in out
+    assert "bound by overhead" in out
+
+
+def test_every_gpu_to_forecast_for_has_a_speed():
+    gpus = set(get_args(DeviceName)) - {"this", "any"}
+    assert {find_device(gpu, uses_gpus=True).name for gpu in gpus} == set(RATES)

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
         CheckpointConfig,
         ClipAlgorithm,
         Config,
+        DeviceName,
         Duration,
         InitConfig,
         Interval,
@@ -199,6 +200,8 @@ if TYPE_CHECKING:
     from framework.jobs.parity.recording import moments, move_weights, sketch, switch_off_dropout, tolerance
     from framework.jobs.plan import estimate as plan_estimate_module
     from framework.jobs.plan import job as plan_job_module
+    from framework.jobs.plan.device_time import RATES
+    from framework.jobs.plan.devices import find_device
     from framework.jobs.plan.page import rank_table
     from framework.jobs.plan.page import render as render_plan
     from framework.jobs.plan.step import trace_step

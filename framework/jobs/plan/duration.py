@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.command.request import Request
-from framework.config.schema import Config, TrainerConfig
+from framework.config.schema import Config, PlanConfig, TrainerConfig
 from framework.data.epochs import apply_limit
 from framework.errors import ConfigError, RunError
 from framework.jobs.plan.short_training import TimedSteps, time_steps
@@ -42,7 +42,12 @@ def measured_time(request: Request, plan: Mapping[str, Any]) -> dict[str, Any]:
     nnodes = plan["topology"]["nnodes"]
     between_nodes_s = 0.0
     if nnodes > 1:
-        between_nodes_s = _exchange_seconds(config, plan["traffic"]["reduced"], notes)
+        measured_s = exchange_seconds(config.plan, plan["traffic"]["reduced"])
+        if measured_s is None:
+            notes.append(
+                f"The exchange between nodes isn't counted: {_KEY}=RUN says where job=preflight has measured it."
+            )
+        between_nodes_s = measured_s or 0.0
     if plan["data"]["source"] != "data":
         return _unknown(work, "A step can't be made here, since the data isn't on this machine.")
     try:
@@ -57,12 +62,9 @@ def measured_time(request: Request, plan: Mapping[str, Any]) -> dict[str, Any]:
     validation_s = steps.validation_s or 0.0
     total = plan["steps"]["total"]
     hours = None
-    cost = None
     if total is not None:
         validations = _validations(config.trainer, total=total, per_epoch=plan["steps"]["per_epoch"])
         hours = (step_s * total + validation_s * validations) / 3600
-    if hours is not None and config.plan.price_per_hour is not None:
-        cost = hours * config.plan.price_per_hour * nnodes
     mfu = None
     if work["at_peak_s"] is not None:
         mfu = work["at_peak_s"] / step_s
@@ -77,7 +79,7 @@ def measured_time(request: Request, plan: Mapping[str, Any]) -> dict[str, Any]:
         "flops": work["flops"],
         "mfu": mfu,
         "hours": hours,
-        "cost": cost,
+        "cost": cost_of(hours, config.plan, nnodes=nnodes),
         "notes": notes,
     }
 
@@ -135,18 +137,27 @@ def _validations(trainer: TrainerConfig, *, total: int, per_epoch: int | None) -
     return validations
 
 
-def _exchange_seconds(config: Config, reduced_bytes: int, notes: list[str]) -> float:
-    """Return the time of an all-reduce of the gradients, from what a preflight measured; 0 if unknown."""
-    if config.plan.preflight is None:
-        notes.append(f"The exchange between nodes isn't counted: {_KEY}=RUN says where job=preflight has measured it.")
-        return 0.0
-    path = Path(config.plan.preflight)
+def cost_of(hours: float | None, settings: PlanConfig, *, nnodes: int) -> float | None:
+    """Return what the run costs; None if its length or the price isn't known."""
+    if hours is None or settings.price_per_hour is None:
+        return None
+    return hours * settings.price_per_hour * nnodes
+
+
+def exchange_seconds(settings: PlanConfig, reduced_bytes: int) -> float | None:
+    """Return the time of an all-reduce, from what a preflight measured; None without plan.preflight.
+
+    Raises ConfigError: what it names isn't the result of a preflight.
+    """
+    if settings.preflight is None:
+        return None
+    path = Path(settings.preflight)
     if path.is_dir():
         path /= "preflight.json"
     points = _all_reduce_points(path)
     if not points:
         raise ConfigError(
-            f"{_KEY}={config.plan.preflight}: there is no all_reduce in it. Name the run of a job=preflight with the "
+            f"{_KEY}={settings.preflight}: there is no all_reduce in it. Name the run of a job=preflight with the "
             "same number of processes."
         )
     for smaller, larger in pairwise(points):

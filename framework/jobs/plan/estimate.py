@@ -81,7 +81,23 @@ def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
         memory = estimates["memory"]
         kept_bytes = memory["averages"] + memory["anchors"] + memory["errors"]
         estimates["forecast"] = forecast(config, topology, backend=backend, kept_bytes=kept_bytes)
+        estimates["forecast"]["time"] = _time_on_device(config, topology, backend=backend, plan=estimates)
     return estimates
+
+
+def _time_on_device(
+    config: Config, topology: Topology, *, backend: str, plan: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the time of a step on `plan.device`; None if the GPU or the step isn't known."""
+    from framework.jobs.plan.device_time import device_time
+    from framework.jobs.plan.work import trace_of
+
+    forecast = plan["forecast"]
+    if forecast["memory"] is None:
+        # It says why the step can't be traced.
+        return None
+    trace = trace_of(config, topology, backend=backend, for_cuda=True)
+    return device_time(trace, config, topology, device=forecast["device"]["name"], plan=plan)
 
 
 def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]:

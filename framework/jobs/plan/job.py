@@ -39,6 +39,7 @@ null means unknown, and `notes` says why):
                    isn't known: peak, fits, categories (bytes at the peak), modules (that take most), at (operator,
                    module and phase of the peak); largest_batch: samples of a micro-batch; gpus: those of the list that
                    it fits on; changes, if it doesn't fit: overrides, peak, fits, cost_percent (about the longer time);
+                   time (null if it isn't known): as above, of a step and of all steps, from data sheets;
                    assumed and notes: lists of strings
     run_dir        the pattern of its path
     environment    common: variables that are the same for all ranks; first_rank and last_rank: the others

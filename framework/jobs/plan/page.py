@@ -52,6 +52,7 @@ def render(plan: Mapping[str, Any], topology: Topology) -> str:
         parts += _time_parts(plan["time"])
     if "forecast" in plan:
         parts += _forecast_parts(plan["forecast"])
+        parts += _device_time_parts(plan["forecast"])
     parts.append("\n".join(_start_lines(plan["commands"], topology)))
     parts += [f"Note: {note}" for note in plan["notes"]]
     return "\n\n".join(parts)
@@ -84,10 +85,30 @@ def _facts(plan: Mapping[str, Any], topology: Topology) -> list[tuple[str, str]]
 
 
 def _time_parts(time: Mapping[str, Any]) -> list[str]:
-    """Return how long a step and the run take, and what that rests on."""
+    """Return how long a step and the run take here, and what that rests on."""
     notes = [f"Note: {note}" for note in time["notes"]]
     if time["step_s"] is None:
         return notes
+    threads = format_count(time["threads"], "thread")
+    steps = format_count(time["steps"], "training step")
+    title = f"Time on {time['device']}, {threads} a process: measured in {steps}"
+    table = _time_table(time, counted="with validations, without checkpoints")
+    return [f"{title}\n{table}", *notes]
+
+
+def _device_time_parts(forecast: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how long a step and the run would take on the device, and what that rests on."""
+    time = forecast["time"]
+    if time is None:
+        return
+    title = f"Time on {forecast['device']['name']}, from the step's FLOPs and bytes"
+    yield f"{title}\n{_time_table(time, counted='without validations and checkpoints')}"
+    assumed = [f"  {assumption}" for assumption in time["assumed"]]
+    yield "\n".join(["Assumed for the time", *assumed])
+
+
+def _time_table(time: Mapping[str, Any], *, counted: str) -> str:
+    """Return the rows for a step and the run. counted: what the time of the run has and hasn't."""
     shares = []
     for part, seconds in time["parts"].items():
         if seconds:
@@ -96,13 +117,10 @@ def _time_parts(time: Mapping[str, Any]) -> list[str]:
     if time["flops"] is not None:
         facts.append(("arithmetic", f"{format_rate(time['flops'], 'FLOP')} on each rank, MFU {time['mfu']:.0%}"))
     if time["hours"] is not None:
-        facts.append(("the run", f"{format_duration(time['hours'] * 3600)} with validations, without checkpoints"))
+        facts.append(("the run", f"{format_duration(time['hours'] * 3600)} {counted}"))
     if time["cost"] is not None:
         facts.append(("cost", f"{time['cost']:,.2f}"))
-    threads = format_count(time["threads"], "thread")
-    steps = format_count(time["steps"], "training step")
-    title = f"Time on {time['device']}, {threads} a process: measured in {steps}"
-    return [f"{title}\n{format_table(facts, width=_WIDTH)}", *notes]
+    return format_table(facts, width=_WIDTH)
 
 
 def _forecast_parts(forecast: Mapping[str, Any]) -> Iterator[str]:

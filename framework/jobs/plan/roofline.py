@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from framework.jobs.plan.trace import Operator, Trace
+from framework.jobs.plan.trace import BACKWARD, Operator, Trace
 
 _MATMUL_SIZE = 768
 _COPIED_BYTES = 64 << 20
@@ -21,39 +21,53 @@ _ROUNDS = 5
 class Speed(NamedTuple):
     """What a device does in a second."""
 
-    # Of matrix products in the type of their result.
-    flops_per_s: Callable[[torch.dtype | None], float]
+    # Of matrix products and convolutions such as this one.
+    flops_per_s: Callable[[Operator], float]
     # Read and written.
     bytes_per_s: float
 
 
 class Bounds(NamedTuple):
-    """The least seconds of a step's operators by what bounds them."""
+    """What a step computes, and its least seconds by what bounds its operators."""
 
+    # Without what is recomputed.
+    flops: int
     compute_s: float
     memory_s: float
-    # Of all FLOPs at the device's peak.
+    # Of these, in the backward.
+    backward_s: float
+    # Of `flops` at the device's peak.
     at_peak_s: float
+    # Operators that compute something, and aren't views.
+    operators: int
 
 
 def bounds_of(trace: Trace, speed: Speed) -> Bounds:
     """Return the time of a traced step."""
+    flops = 0
     compute_s = 0.0
     memory_s = 0.0
+    backward_s = 0.0
     at_peak_s = 0.0
+    operators = 0
     for operator in trace.operators:
-        arithmetic_s = operator.flops / speed.flops_per_s(operator.dtype)
-        moving_s = moved_bytes(operator) / speed.bytes_per_s
-        at_peak_s += arithmetic_s
+        moved_bytes = operator.read_bytes + operator.written_bytes
+        moving_s = moved_bytes / speed.bytes_per_s
+        arithmetic_s = 0.0
+        if operator.flops:
+            arithmetic_s = operator.flops / speed.flops_per_s(operator)
+        if not operator.recomputed:
+            flops += operator.flops
+            at_peak_s += arithmetic_s
         if arithmetic_s > moving_s:
             compute_s += arithmetic_s
         else:
             memory_s += moving_s
-    return Bounds(compute_s, memory_s, at_peak_s)
-
-
-def moved_bytes(operator: Operator) -> int:
-    return operator.read_bytes + operator.written_bytes
+        if operator.phase == BACKWARD:
+            backward_s += max(arithmetic_s, moving_s)
+        if moved_bytes:
+            operators += 1
+    return Bounds(flops, compute_s, memory_s, backward_s, at_peak_s, operators)
 
 
 def speed_of_this_cpu(num_threads: int) -> Speed:

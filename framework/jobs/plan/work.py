@@ -26,17 +26,18 @@ def work_of_step(config: Config, topology: Topology, *, backend: str) -> dict[st
         "notes": [],
     }
     try:
-        trace = _trace(config, topology, backend=backend)
+        trace = trace_of(config, topology, backend=backend, for_cuda=False)
     except Exception as error:
         # The user's model may raise anything where it is only traced.
         note = f"What a step computes isn't known, so neither are its FLOPs and MFU: {describe_error(error)}"
         return {**work, "notes": [note]}
     bounds = bounds_of(trace, speed_of_this_cpu(num_threads))
-    return {**work, "flops": trace.flops, **bounds._asdict()}
+    return {**work, **bounds._asdict()}
 
 
-def _trace(config: Config, topology: Topology, *, backend: str) -> Trace:
+def trace_of(config: Config, topology: Topology, *, backend: str, for_cuda: bool) -> Trace:
+    """Return what a step does; with real tensors if it needs their values."""
     try:
-        return trace_step(config, topology, backend=backend)
+        return trace_step(config, topology, backend=backend, for_cuda=for_cuda)
     except NEEDS_VALUES:
-        return trace_step(config, topology, backend=backend, is_fake=False)
+        return trace_step(config, topology, backend=backend, for_cuda=for_cuda, is_fake=False)
