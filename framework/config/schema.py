@@ -295,6 +295,7 @@ class PredictConfig:
 
 
 DeviceName = Literal[
+    "any",
     "this",
     "b200",
     "h200",
@@ -314,7 +315,7 @@ DeviceName = Literal[
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     format: Literal["text", "json"]
-    # The device to forecast memory for; this: of this machine. null: no forecast.
+    # The device to forecast memory for; any: the smallest GPU that is enough; this: of this machine. null: no forecast.
     device: DeviceName | None = None
     # The number of training samples, if the data set isn't there to be counted.
     train_samples: int | None = bounded(at_least=1)

@@ -204,7 +204,7 @@ if TYPE_CHECKING:
     from framework.jobs.plan.devices import find_device
     from framework.jobs.plan.page import rank_table
     from framework.jobs.plan.page import render as render_plan
-    from framework.jobs.plan.step import trace_step
+    from framework.jobs.plan.step import prepared_step, trace_step
     from framework.jobs.plan.trace import Tracer
     from framework.jobs.plan.workspaces import with_workspaces
     from framework.jobs.prediction_file import Columns, columns_of, concatenated, write_predictions

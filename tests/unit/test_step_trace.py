@@ -75,7 +75,7 @@ def test_the_peak_is_divided_into_categories_and_modules(trace):
     assert peak.by_module["weights", "0"] == 4 * 20 * 30
     # The ReLU keeps its result, and its backward takes the gradient of that and makes that of its input.
     assert peak.by_module["activations", "1"] == 4 * BATCH * 30
-    assert trace.operators[peak.operator].name == "aten.threshold_backward.default"
+    assert peak.operator.name == "aten.threshold_backward.default"
     assert peak.by_category["temporaries"] == 2 * 4 * BATCH * 30
 
 

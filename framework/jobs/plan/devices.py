@@ -18,6 +18,7 @@ class Device(NamedTuple):
     # What a process may take, as torch.cuda.mem_get_info shows it of an idle device; None if unknown.
     memory_bytes: int | None
     is_gpu: bool = True
+    has_bf16: bool = True
 
 
 _GPUS = {
@@ -29,19 +30,22 @@ _GPUS = {
     "l40s": Device("NVIDIA L40S", int(44.4 * _GIB)),
     "l4": Device("NVIDIA L4", int(22.0 * _GIB)),
     "a10": Device("NVIDIA A10", int(22.1 * _GIB)),
-    "t4": Device("Tesla T4", int(14.6 * _GIB)),
-    "v100": Device("Tesla V100-SXM2-16GB", int(15.8 * _GIB)),
+    "t4": Device("Tesla T4", int(14.6 * _GIB), has_bf16=False),
+    "v100": Device("Tesla V100-SXM2-16GB", int(15.8 * _GIB), has_bf16=False),
     "rtx4090": Device("NVIDIA GeForce RTX 4090", int(23.5 * _GIB)),
     "rtx3090": Device("NVIDIA GeForce RTX 3090", int(23.6 * _GIB)),
 }
 
 
 def find_device(name: DeviceName, *, uses_gpus: bool) -> Device:
-    """Return the device. uses_gpus: of the run, which decides what `this` is. Its GPU is looked at, not opened."""
+    """Return the device, the largest one for `any`. uses_gpus: of the run, which decides what `this` is."""
+    if name == "any":
+        return max(_GPUS.values(), key=_memory)
     if name != "this":
         return _GPUS[name]
     if not uses_gpus or count_gpus() == 0:
         return Device("CPU", available_memory(), is_gpu=False)
+    # Looked at, not opened.
     gpu = visible_gpus()[0]
     for device in _GPUS.values():
         if device.name == gpu.name:
@@ -49,7 +53,10 @@ def find_device(name: DeviceName, *, uses_gpus: bool) -> Device:
     return Device(gpu.name, None)
 
 
-def gpus_that_hold(size_bytes: int) -> list[str]:
-    """Return the names of the GPUs whose memory is at least this large, the smallest first."""
-    by_memory = sorted(_GPUS.items(), key=lambda item: item[1].memory_bytes or 0)
-    return [name for name, device in by_memory if (device.memory_bytes or 0) >= size_bytes]
+def gpus_by_memory() -> list[tuple[str, Device]]:
+    """Return the GPUs by their names in `plan.device`, the smallest first."""
+    return sorted(_GPUS.items(), key=lambda item: _memory(item[1]))
+
+
+def _memory(device: Device) -> int:
+    return device.memory_bytes or 0

@@ -73,21 +73,20 @@ def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
         # It imports what only this needs.
         from framework.jobs.plan.work import work_of_step
 
-        estimates["time"] = work_of_step(config, topology, backend=backend)
+        estimates["time"] = work_of_step(config, topology)
     if config.plan.device is not None:
         # It imports what only a forecast needs.
         from framework.jobs.plan.memory import forecast
 
         memory = estimates["memory"]
         kept_bytes = memory["averages"] + memory["anchors"] + memory["errors"]
-        estimates["forecast"] = forecast(config, topology, backend=backend, kept_bytes=kept_bytes)
-        estimates["forecast"]["time"] = _time_on_device(config, topology, backend=backend, plan=estimates)
+        state_bytes = memory["parameters"] + memory["gradients"] + (memory["optimizer"] or 0)
+        estimates["forecast"] = forecast(config, topology, kept_bytes=kept_bytes, state_bytes=state_bytes)
+        estimates["forecast"]["time"] = _time_on_device(config, topology, plan=estimates)
     return estimates
 
 
-def _time_on_device(
-    config: Config, topology: Topology, *, backend: str, plan: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _time_on_device(config: Config, topology: Topology, *, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the time of a step on `plan.device`; None if the GPU or the step isn't known."""
     from framework.jobs.plan.device_time import device_time
     from framework.jobs.plan.work import trace_of
@@ -96,7 +95,7 @@ def _time_on_device(
     if forecast["memory"] is None:
         # It says why the step can't be traced.
         return None
-    trace = trace_of(config, topology, backend=backend, for_cuda=True)
+    trace = trace_of(config, topology, for_cuda=True)
     return device_time(trace, config, topology, device=forecast["device"]["name"], plan=plan)
 
 

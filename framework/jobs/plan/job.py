@@ -35,12 +35,13 @@ null means unknown, and `notes` says why):
                    share of what matrix products reach here), both null if they can't be counted; validation_s; hours
                    (of all steps and validations; null if the number of steps is unknown), cost (with
                    plan.price_per_hour); notes
-    forecast       with plan.device: device (name, memory, usable: what torch's allocator may take); memory, null if it
-                   isn't known: peak, fits, categories (bytes at the peak), modules (that take most), at (operator,
-                   module and phase of the peak); largest_batch: samples of a micro-batch; gpus: those of the list that
-                   it fits on; changes, if it doesn't fit: overrides, peak, fits, cost_percent (about the longer time);
-                   time (null if it isn't known): as above, of a step and of all steps, from data sheets;
-                   assumed and notes: lists of strings
+    forecast       with plan.device: device (name, memory, usable: what torch's allocator may take of it); memory, null
+                   if it isn't known: peak (bytes of a rank), fits, categories (bytes at the peak), modules (that take
+                   most), at (operator, module and phase of the peak); largest_batch: samples of a micro-batch; gpus:
+                   those of the list that it fits on, the smallest first; changes, if it doesn't fit, the cheapest
+                   first: overrides, gpus (of all nodes), peak, fits, cost_percent (about how much longer a step
+                   computes); time (null if it isn't known): as above, of a step and of all steps,
+                   from data sheets; assumed and notes: lists of strings
     run_dir        the pattern of its path
     environment    common: variables that are the same for all ranks; first_rank and last_rank: the others
     commands       framework, torchrun, srun: lists of words; HOST:29400 stands for an endpoint that wasn't given, NODE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -125,50 +126,68 @@ def _time_table(time: Mapping[str, Any], *, counted: str) -> str:
 
 def _forecast_parts(forecast: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a step needs on a device, the changes that make it fit, and what that rests on."""
-    device = forecast["device"]
-    usable = "unknown"
-    if device["usable"] is not None:
-        usable = f"{format_binary_bytes(device['usable'])} usable"
-    title = f"Forecast for {device['name']}, {usable}"
     memory = forecast["memory"]
     if memory is not None:
-        yield f"{title}\n\n{_memory_table(forecast, memory)}"
+        yield f"{_answer(forecast, memory)}\n\n{_memory_table(forecast, memory)}"
     if forecast["changes"]:
-        rows = [("change", "peak", "fits", "time of a step")]
-        for change in forecast["changes"]:
-            rows.append(
-                (
-                    " ".join(change["overrides"]),
-                    format_binary_bytes(change["peak"]),
-                    "yes" if change["fits"] else "no",
-                    f"{change['cost_percent']:+} %, about",
-                )
-            )
-        yield f"To make it fit, with the same global batch\n{format_table(rows, width=_WIDTH)}"
+        yield _change_table(forecast["changes"])
     for note in forecast["notes"]:
         yield f"Note: {note}"
-    assumed = [f"  {assumption}" for assumption in forecast["assumed"]]
-    yield "\n".join(["Assumed", *assumed])
+    lines = ["Assumed"]
+    for assumption in forecast["assumed"]:
+        lines += textwrap.wrap(assumption, _WIDTH, initial_indent="- ", subsequent_indent="  ")
+    yield "\n".join(lines)
+
+
+def _answer(forecast: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
+    """Return if the training fits, in a sentence."""
+    device = forecast["device"]
+    peak = format_binary_bytes(memory["peak"])
+    if memory["fits"] is None:
+        return f"Memory: a rank takes up to {peak}. How much {device['name']} has isn't known."
+    answer = "doesn't fit"
+    if memory["fits"]:
+        answer = "fits"
+    usable = format_binary_bytes(device["usable"])
+    return f"Memory: it {answer} on {device['name']}. A rank takes up to {peak}, and {usable} are usable."
 
 
 def _memory_table(forecast: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
-    answers = {True: ", fits", False: ", doesn't fit", None: ""}
+    rows = []
+    if forecast["gpus"]:
+        rows.append(("fits on", ", ".join(forecast["gpus"])))
+    if forecast["largest_batch"] is not None:
+        rows.append(("largest batch", f"{forecast['largest_batch']:,} samples per forward"))
     at = memory["at"]
     place = f"in the {at['phase']}"
     if at["module"]:
         place += f" of {at['module']}"
-    rows = [("peak of a rank", f"{format_binary_bytes(memory['peak'])}{answers[memory['fits']]}; {place}")]
+    rows.append(("peak of a rank", f"{format_binary_bytes(memory['peak'])}, {place}"))
     for category, size_bytes in memory["categories"].items():
         if size_bytes:
             rows.append((category, format_binary_bytes(size_bytes)))
     modules = [f"{module} {format_binary_bytes(size_bytes)}" for module, size_bytes in memory["modules"].items()]
     if modules:
         rows.append(("by module", ", ".join(modules)))
-    if forecast["largest_batch"] is not None:
-        rows.append(("largest batch", f"{forecast['largest_batch']:,} samples per forward"))
-    if forecast["gpus"]:
-        rows.append(("fits on", ", ".join(forecast["gpus"])))
     return format_table(rows, width=_WIDTH)
+
+
+def _change_table(changes: Sequence[Mapping[str, Any]]) -> str:
+    """Return a row for each change, with what a rank and a step take then."""
+    title = "To make it fit, with the same global batch"
+    if not any(change["fits"] for change in changes):
+        title = "Nothing that was tried makes it fit; least memory, with the same global batch, is taken with"
+    has_gpus = any(change["gpus"] for change in changes)
+    head = ["change", "peak of a rank", "time of a step, about"]
+    if has_gpus:
+        head.insert(1, "GPUs")
+    rows = [tuple(head)]
+    for change in changes:
+        row = [" ".join(change["overrides"]), format_binary_bytes(change["peak"]), f"{change['cost_percent']:+} %"]
+        if has_gpus:
+            row.insert(1, str(change["gpus"]))
+        rows.append(tuple(row))
+    return f"{title}\n{format_table(rows, width=_WIDTH)}"
 
 
 def _start_lines(commands: Mapping[str, Sequence[str]], topology: Topology) -> list[str]:

@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
     """What a step computes, and its least seconds by what bounds its operators."""
 
     # Without what is recomputed.
-    flops: int
+    flops: float
     compute_s: float
     memory_s: float
     # Of these, in the backward.
@@ -39,25 +39,26 @@ class Bounds(NamedTuple):
     # Of `flops` at the device's peak.
     at_peak_s: float
     # Operators that compute something, and aren't views.
-    operators: int
+    operators: float
 
 
 def bounds_of(trace: Trace, speed: Speed) -> Bounds:
     """Return the time of a traced step."""
-    flops = 0
+    flops = 0.0
     compute_s = 0.0
     memory_s = 0.0
     backward_s = 0.0
     at_peak_s = 0.0
-    operators = 0
+    operators = 0.0
     for operator in trace.operators:
+        times = trace.times(operator)
         moved_bytes = operator.read_bytes + operator.written_bytes
-        moving_s = moved_bytes / speed.bytes_per_s
+        moving_s = times * moved_bytes / speed.bytes_per_s
         arithmetic_s = 0.0
         if operator.flops:
-            arithmetic_s = operator.flops / speed.flops_per_s(operator)
+            arithmetic_s = times * operator.flops / speed.flops_per_s(operator)
         if not operator.recomputed:
-            flops += operator.flops
+            flops += times * operator.flops
             at_peak_s += arithmetic_s
         if arithmetic_s > moving_s:
             compute_s += arithmetic_s
@@ -66,7 +67,7 @@ def bounds_of(trace: Trace, speed: Speed) -> Bounds:
         if operator.phase == BACKWARD:
             backward_s += max(arithmetic_s, moving_s)
         if moved_bytes:
-            operators += 1
+            operators += times
     return Bounds(flops, compute_s, memory_s, backward_s, at_peak_s, operators)
 
 

@@ -1,6 +1,7 @@
 """Trace one optimizer step of a training as configured: with fake tensors, which take no memory and compute nothing.
 
-trace = trace_step(config, topology, backend="gloo")
+with prepared_step(config, topology) as batch:
+    trace = trace_step(batch)
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.data.batch_tree import map_tensors
+from framework.data.loader import TrainLoader
 from framework.data.source import SourceLoader
 from framework.distributed.context import Context
 from framework.engine.build_trainer import build_trainer
@@ -44,79 +46,40 @@ from framework.system.run_dir import RunDir
 from framework.training.trainer import Trainer
 from framework.types import MicroBatch, Window
 
-NEEDS_VALUES = (
+_PHASES = {RankPhase.BACKWARD: BACKWARD, RankPhase.OPTIMIZER: UPDATE}
+# torch's stand-in for a backend, of which only this rank exists: its collectives do nothing.
+_BACKEND: Final = "fake"
+_NEEDS_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-_PHASES = {RankPhase.BACKWARD: BACKWARD, RankPhase.OPTIMIZER: UPDATE}
+_Item = TypeVar("_Item")
 
 
-def trace_step(
-    config: Config,
-    topology: Topology,
-    *,
-    backend: str,
-    is_fake: bool = True,
-    samples: int | None = None,
-    for_cuda: bool = False,
-) -> Trace:
-    """Return what an optimizer step of rank 0 does, once the first step has made the optimizer's state.
+class NeedsValuesError(Exception):
+    """A step can't be made with fake tensors."""
 
-    Nothing is exchanged: ranks other than this one don't exist.
 
-    Args:
-        config: as requested.
-        is_fake: False computes the step, with the memory and the time that it takes.
-        samples: of each micro-batch, in place of those that the configuration asks for; needs `is_fake`.
-        for_cuda: Functions compute as they would on a CUDA device, as far as that decides memory.
+class PreparedStep(NamedTuple):
+    """What rank 0 of a training has before its first step."""
 
-    Raises:
-        FrameworkError: for what training would refuse, and for data that can't be loaded here.
-        One of NEEDS_VALUES: the step depends on the values of tensors, and `is_fake`.
+    setup: RankSetup
+    loader: TrainLoader
+    # The window of the first step, without its micro-batches.
+    window: Window
+    # Its first and its last micro-batch; empty if the model makes them, as those of a framework.Source.
+    micro_batches: Sequence[MicroBatch]
+    # Where `setup` puts the rank's phase.
+    rank_status: RankStatus
+
+
+@contextmanager
+def prepared_step(config: Config, topology: Topology) -> Iterator[PreparedStep]:
+    """Set up rank 0 on the CPU, without what has no part in a step, and load its first batch.
+
+    Raises FrameworkError for what training would refuse, for data that can't be loaded here, and for a pipeline.
     """
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        rank_status = stack.enter_context(closing(RankStatus()))
-        setup = rank_setup(config, topology, backend=backend, run_dir=RunDir(Path(folder)), rank_status=rank_status)
-        datasets, setup = prepare_data(setup)
-        datasets = apply_overfit_batches(datasets, setup.config.trainer, setup.plan)
-        train_loader = make_train_loader(setup, datasets)
-        stack.callback(train_loader.close)
-        if isinstance(train_loader, SourceLoader):
-            raise ConfigError("The train part is a framework.Source, whose batches depend on the model.")
-        window = next(iter(train_loader.epoch(0)))
-        micro_batches = list(window.micro_batches)
-        if samples is not None:
-            micro_batches = [_resized(micro, samples) for micro in micro_batches]
-
-        stack.enter_context(_stand_in_group(setup.context))
-        if is_fake:
-            stack.enter_context(_convertible_modules())
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        tracer = Tracer(lambda: _PHASES.get(RankPhase(rank_status.read().phase), FORWARD))
-        stack.enter_context(tracer)
-        if for_cuda:
-            stack.enter_context(CudaFunctions())
-        if is_fake and isinstance(setup.strategy, DDP):
-            setup = replace(setup, strategy=_StandInDDP(setup.strategy, tracer))
-        trainer = build_trainer(setup, train_loader, {})
-        if is_fake:
-            _step_always(trainer.state.precision.scaler)
-        tracer.name_modules(trainer.state.bare_model)
-
-        _step(trainer, tracer, window, micro_batches)
-        for optimizer in trainer.state.optimizers:
-            tracer.name_optimizer_state(optimizer)
-        tracer.start_step()
-        _step(trainer, tracer, window, micro_batches)
-        return replace(tracer.trace(), samples=micro_batches[0].num_samples)
-
-
-def rank_setup(
-    config: Config, topology: Topology, *, backend: str, run_dir: RunDir, rank_status: RankStatus
-) -> RankSetup:
-    """Return the set-up of rank 0 on the CPU, without what has no part in a step."""
     config = replace(
         config,
         checkpoint=replace(config.checkpoint, enabled=False, monitor=None),
@@ -125,26 +88,138 @@ def rank_setup(
         data=replace(config.data, num_workers=0),
         trainer=replace(config.trainer, progress="off", compile=None, profiler=None),
     )
-    context = Context(topology, 0, 0, 0, devices=(torch.device("cpu"),) * topology.span, backend=backend)
+    context = Context(topology, 0, 0, 0, devices=(torch.device("cpu"),) * topology.span, backend=_BACKEND)
     strategy, plan = plan_training(config, context)
-    return RankSetup(
-        config, apply_fast_dev_run(config), context, run_dir, plan, strategy, MonitorLink(rank_status), attempt=0
-    )
+    if strategy.num_stages is not None:
+        raise ConfigError(
+            "A stage of a pipeline takes what other ranks compute, so a step of one rank can't be traced.\n"
+            "Leave strategy=pipeline out for a forecast of the whole model; its stages share the weights."
+        )
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        rank_status = stack.enter_context(closing(RankStatus()))
+        setup = RankSetup(
+            config,
+            apply_fast_dev_run(config),
+            context,
+            RunDir(Path(folder)),
+            plan,
+            strategy,
+            MonitorLink(rank_status),
+            attempt=0,
+        )
+        datasets, setup = prepare_data(setup)
+        datasets = apply_overfit_batches(datasets, setup.config.trainer, setup.plan)
+        loader = make_train_loader(setup, datasets)
+        stack.callback(loader.close)
+        window = next(iter(loader.epoch(0)))
+        micro_batches: list[MicroBatch] = []
+        if not isinstance(loader, SourceLoader):
+            micro_batches = _ends(list(window.micro_batches))
+        yield PreparedStep(setup, loader, window._replace(micro_batches=iter(())), micro_batches, rank_status)
 
 
-def _step(trainer: Trainer, tracer: Tracer, window: Window, micro_batches: Sequence[MicroBatch]) -> None:
-    """Make a training step. micro_batches: of the window, as they were loaded."""
+def trace_step(
+    prepared: PreparedStep,
+    *,
+    is_fake: bool = True,
+    samples: int | None = None,
+    for_cuda: bool = False,
+    limit_s: float | None = None,
+) -> Trace:
+    """Return what an optimizer step does, once the first step has made the optimizer's state.
+
+    Nothing is exchanged: ranks other than this one don't exist.
+
+    Args:
+        is_fake: False computes the step, with the memory and the time that it takes.
+        samples: of each micro-batch, in place of those that the configuration asks for; needs `is_fake`.
+        for_cuda: Functions compute as they would on a CUDA device, as far as that decides memory.
+        limit_s: the most CPU seconds that both steps may take.
+
+    Raises:
+        NeedsValuesError: the step depends on the values of tensors, and `is_fake`.
+        TimeoutError: it takes longer than `limit_s`.
+    """
+    if is_fake and not prepared.micro_batches:
+        raise NeedsValuesError("the train part is a framework.Source, whose batches depend on the model")
+    try:
+        return _traced(prepared, is_fake=is_fake, samples=samples, for_cuda=for_cuda, limit_s=limit_s)
+    except _NEEDS_VALUES as error:
+        raise NeedsValuesError("it reads the values of tensors, as .item() does") from error
+
+
+def _traced(
+    prepared: PreparedStep, *, is_fake: bool, samples: int | None, for_cuda: bool, limit_s: float | None
+) -> Trace:
+    with ExitStack() as stack:
+        stack.enter_context(_stand_in_group(prepared.setup.context))
+        if is_fake:
+            stack.enter_context(_convertible_modules())
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        status = prepared.rank_status
+        tracer = Tracer(lambda: _PHASES.get(RankPhase(status.read().phase), FORWARD), limit_s=limit_s)
+        stack.enter_context(tracer)
+        if for_cuda:
+            stack.enter_context(CudaFunctions())
+        setup = prepared.setup
+        if is_fake and isinstance(setup.strategy, DDP):
+            setup = replace(setup, strategy=_StandInDDP(setup.strategy, tracer))
+        trainer = build_trainer(setup, prepared.loader, {})
+        if is_fake:
+            _step_always(trainer.state.precision.scaler)
+        tracer.name_modules(trainer.state.bare_model)
+
+        micro_batches = prepared.micro_batches
+        num_samples = 0
+        if samples is not None:
+            micro_batches = [_resized(micro, samples) for micro in micro_batches]
+        if micro_batches:
+            num_samples = micro_batches[0].num_samples
+        # One micro-batch is enough to make the optimizer's state.
+        _step(trainer, tracer, prepared, micro_batches[-1:])
+        for optimizer in trainer.state.optimizers:
+            tracer.name_optimizer_state(optimizer)
+        tracer.start_step()
+        _step(trainer, tracer, prepared, micro_batches)
+        # Those between the first and the last micro-batch do what these two do.
+        repetitions = 1.0
+        if len(micro_batches) > 1:
+            repetitions = prepared.window.num_micro_batches / len(micro_batches)
+        return replace(tracer.trace(), samples=num_samples, repetitions=repetitions)
+
+
+def _step(trainer: Trainer, tracer: Tracer, prepared: PreparedStep, micro_batches: Sequence[MicroBatch]) -> None:
+    """Make a training step of these micro-batches; if there are none, of those that the model makes."""
+    window = prepared.window
+    batches = iter(micro_batches)
+    if micro_batches:
+        number = len(micro_batches)
+        window = window._replace(num_micro_batches=number, indices=tuple(_ends(window.indices)[-number:]))
+    else:
+        batches = next(iter(prepared.loader.epoch(0))).micro_batches
 
     def own_batches() -> Iterator[MicroBatch]:
-        for micro in micro_batches:
-            batch = micro.batch
-            if tracer.is_fake:
-                # Not a fake tensor of the same storage, which may hold all samples.
-                batch = map_tensors(batch, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        for micro in batches:
+            # Not a tensor of the same storage, which may hold all samples.
+            batch = map_tensors(micro.batch, partial(_own_tensor, is_fake=tracer.is_fake))
             tracer.categorize(batch, BATCHES)
             yield micro._replace(batch=batch)
 
     trainer.train_step(window._replace(micro_batches=own_batches()))
+
+
+def _own_tensor(tensor: Tensor, *, is_fake: bool) -> Tensor:
+    if is_fake:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return tensor.clone()
+
+
+def _ends(items: Sequence[_Item]) -> list[_Item]:
+    """Return the first and the last of several items."""
+    if len(items) < 2:
+        return list(items)
+    return [items[0], items[-1]]
 
 
 def _resized(micro: MicroBatch, samples: int) -> MicroBatch:
@@ -171,7 +246,7 @@ def _stand_in_group(context: Context) -> Iterator[None]:
     # It registers the backend.
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
-    dist.init_process_group("fake", store=dist.HashStore(), rank=context.rank, world_size=context.world_size)
+    dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=context.rank, world_size=context.world_size)
     try:
         yield
     finally:

@@ -16,6 +16,8 @@ The tensors may be fake (`torch._subclasses.FakeTensorMode`): then nothing is co
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from bisect import bisect_right
 from collections import Counter
@@ -121,14 +123,15 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The moment of a step at which most memory is taken."""
+class Moment:
+    """What is taken at a moment of a step."""
 
     total_bytes: int
     by_category: Mapping[str, int]
+    # By category and module.
     by_module: Mapping[tuple[str, str], int]
-    # The index of the operator that runs then.
-    operator: int
+    # The operator that runs then.
+    operator: Operator
 
 
 @dataclass(frozen=True)
@@ -139,10 +142,18 @@ class Trace:
     blocks: Sequence[Block]
     # Of each micro-batch; 0 if unknown.
     samples: int = 0
+    # How often the step makes what is here of forward and backward: of many micro-batches, only two are traced.
+    repetitions: float = 1.0
 
     @property
-    def flops(self) -> int:
-        return sum(operator.flops for operator in self.operators)
+    def flops(self) -> float:
+        return sum(self.times(operator) * operator.flops for operator in self.operators)
+
+    def times(self, operator: Operator) -> float:
+        """Return how often the step makes an operator of this trace."""
+        if operator.phase == UPDATE:
+            return 1.0
+        return self.repetitions
 
     def live_bytes(self) -> list[int]:
         """Return the bytes that are taken while each operator runs."""
@@ -158,10 +169,19 @@ class Trace:
             live.append(total + operator.workspace_bytes)
         return live
 
-    def peak(self) -> Peak:
-        """Return the moment at which most memory is taken, by category and module."""
+    def peak(self) -> Moment:
+        """Return the moment at which most memory is taken."""
         live = self.live_bytes()
-        index = max(range(len(live)), key=live.__getitem__)
+        return self._moment(max(range(len(live)), key=live.__getitem__))
+
+    def update(self) -> Moment:
+        """Return the moment at which the optimizer begins, when all gradients are there."""
+        for index, operator in enumerate(self.operators):
+            if operator.phase == UPDATE:
+                return self._moment(index)
+        return self._moment(len(self.operators) - 1)
+
+    def _moment(self, index: int) -> Moment:
         by_module: Counter[tuple[str, str]] = Counter()
         for block in self.blocks:
             is_there = block.made <= index and (block.freed is None or index < block.freed)
@@ -173,7 +193,7 @@ class Trace:
         by_category = dict.fromkeys(CATEGORIES, 0)
         for (category, _), size_bytes in by_module.items():
             by_category[category] += size_bytes
-        return Peak(live[index], by_category, dict(by_module), index)
+        return Moment(sum(by_category.values()), by_category, dict(by_module), operator)
 
 
 class _Tracked(NamedTuple):
@@ -190,13 +210,17 @@ class Tracer(TorchDispatchMode):
 
     Args:
         phase: returns the phase of the step: FORWARD, BACKWARD or UPDATE.
+        limit_s: TimeoutError is raised in the first operator after as many CPU seconds of this process.
     """
 
-    def __init__(self, phase: Callable[[], str]) -> None:
+    def __init__(self, phase: Callable[[], str], *, limit_s: float | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # The tensors are fake: the mode that makes them is entered already.
         self.is_fake = active_fake_mode() is not None
         self._phase = phase
+        self._ends_s = math.inf
+        if limit_s is not None:
+            self._ends_s = time.process_time() + limit_s
         self._operators: list[Operator] = []
         self._blocks: list[Block] = []
         # The storages that are there, by id.
@@ -335,6 +359,8 @@ class Tracer(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             # A DTensor computes with local tensors, which are seen then.
             return NotImplemented
+        if time.process_time() > self._ends_s:
+            raise TimeoutError("it takes too long here")
         kwargs = kwargs or {}
         if self.is_fake and _all_real((args, kwargs)):
             # Samples, which a task may look at before training.

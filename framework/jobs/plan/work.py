@@ -8,12 +8,12 @@ from framework.config.schema import Config
 from framework.config.topology import Topology
 from framework.errors import describe_error
 from framework.jobs.plan.roofline import bounds_of, speed_of_this_cpu
-from framework.jobs.plan.step import NEEDS_VALUES, trace_step
+from framework.jobs.plan.step import NeedsValuesError, prepared_step, trace_step
 from framework.jobs.plan.trace import Trace
 from framework.system.hardware import threads_per_process
 
 
-def work_of_step(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]:
+def work_of_step(config: Config, topology: Topology) -> dict[str, Any]:
     """Return what `duration.measured_time` needs of a step: plain values, None where they are unknown."""
     num_threads = config.trainer.num_threads or threads_per_process(topology.procs_per_node)
     work: dict[str, Any] = {
@@ -26,7 +26,7 @@ def work_of_step(config: Config, topology: Topology, *, backend: str) -> dict[st
         "notes": [],
     }
     try:
-        trace = trace_of(config, topology, backend=backend, for_cuda=False)
+        trace = trace_of(config, topology, for_cuda=False)
     except Exception as error:
         # The user's model may raise anything where it is only traced.
         note = f"What a step computes isn't known, so neither are its FLOPs and MFU: {describe_error(error)}"
@@ -35,9 +35,10 @@ def work_of_step(config: Config, topology: Topology, *, backend: str) -> dict[st
     return {**work, **bounds._asdict()}
 
 
-def trace_of(config: Config, topology: Topology, *, backend: str, for_cuda: bool) -> Trace:
+def trace_of(config: Config, topology: Topology, *, for_cuda: bool) -> Trace:
     """Return what a step does; with real tensors if it needs their values."""
-    try:
-        return trace_step(config, topology, backend=backend, for_cuda=for_cuda)
-    except NEEDS_VALUES:
-        return trace_step(config, topology, backend=backend, for_cuda=for_cuda, is_fake=False)
+    with prepared_step(config, topology) as prepared:
+        try:
+            return trace_step(prepared, for_cuda=for_cuda)
+        except NeedsValuesError:
+            return trace_step(prepared, for_cuda=for_cuda, is_fake=False)

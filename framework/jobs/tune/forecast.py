@@ -17,7 +17,7 @@ from framework.config.topology import Topology
 from framework.errors import describe_error
 from framework.jobs.plan import cuda_rules
 from framework.jobs.plan.devices import find_device
-from framework.jobs.plan.step import NEEDS_VALUES, trace_step
+from framework.jobs.plan.step import NeedsValuesError, PreparedStep, prepared_step, trace_step
 from framework.jobs.plan.trace import WEIGHTS
 from framework.jobs.tune.sizes import Forecast
 from framework.jobs.tune.steps import tuned_config
@@ -38,13 +38,13 @@ def forecast_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return `forecast` of tune.json. Called in a child of the fork server: the user's code may keep fake tensors.
 
     Args:
-        arguments: `config` (as in config.yaml), `topology` (its fields) and `backend`.
+        arguments: `config` (as in config.yaml), `topology` (its fields).
     """
     config = parse(arguments["config"])
     topology = Topology(**arguments["topology"])
     try:
-        forecast = _forecast(config, topology, backend=arguments["backend"])
-    except NEEDS_VALUES:
+        forecast = _forecast(config, topology)
+    except NeedsValuesError:
         return {"points": [], "recomputing": [], "note": "the step needs the values of tensors"}
     # The user's code may fail where a step is only traced.
     except Exception as error:
@@ -54,7 +54,7 @@ def forecast_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
         recomputed = replace(config, trainer=replace(config.trainer, activation_checkpointing="auto"))
         # The model may have nothing that can be recomputed: then nothing is proposed either.
         with suppress(Exception):
-            recomputing = _forecast(recomputed, topology, backend=arguments["backend"])
+            recomputing = _forecast(recomputed, topology)
     return {
         "points": [list(point) for point in forecast.points],
         "recomputing": [list(point) for point in recomputing.points],
@@ -62,7 +62,13 @@ def forecast_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _forecast(config: Config, topology: Topology, *, backend: str) -> Forecast:
+def _forecast(config: Config, topology: Topology) -> Forecast:
+    with prepared_step(_traced_config(config), topology) as prepared:
+        return _forecast_of(config, prepared)
+
+
+def _forecast_of(config: Config, prepared: PreparedStep) -> Forecast:
+    topology = prepared.setup.context.topology
     started = time.process_time()
     uses_gpus = topology.gpus_per_node > 0
     device = find_device("this", uses_gpus=uses_gpus)
@@ -71,12 +77,11 @@ def _forecast(config: Config, topology: Topology, *, backend: str) -> Forecast:
         sharing = topology.procs_per_gpu if uses_gpus else topology.procs_per_node
         room_bytes = int(device.memory_bytes * (1 - config.tune.margin)) // sharing
 
-    traced = _traced_config(config)
     forecast = Forecast(())
     sizes = list(_FIRST_SIZES)
     while sizes:
         size = sizes.pop(0)
-        trace = trace_step(traced, topology, backend=backend, samples=size, for_cuda=uses_gpus)
+        trace = trace_step(prepared, samples=size, for_cuda=uses_gpus)
         if uses_gpus:
             trace = cuda_rules.on_cuda(trace)
         peak = trace.peak()

@@ -125,7 +125,6 @@ def _forecast(request: Request) -> dict[str, Any]:
     arguments = {
         "config": dict(request.raw),
         "topology": asdict(request.placement.topology),
-        "backend": request.placement.backend,
     }
     timeout_s = request.config.backend.init_timeout
     try:
