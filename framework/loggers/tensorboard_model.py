@@ -56,7 +56,8 @@ def _write_graph(writer: Any, *, model: nn.Module, args: tuple[Any, ...], kwargs
 class Histograms:
     """Writes histograms of parameters and gradients in every `every`-th step, of what this rank has of them.
 
-    Gradients are as the optimizer gets them: averaged over the ranks, unscaled and clipped.
+    Parameters are those after the step. Gradients are those of the step: averaged over the ranks, unscaled and clipped.
+    Some tasks and optimizers compute or average them only within `Optimizer.step`, so they are read after it.
     """
 
     def __init__(self, info: FitInfo, *, every: int, add: Callable[[Write], None]) -> None:
@@ -65,12 +66,12 @@ class Histograms:
         self._add = add
         # The step that comes next.
         self._step = info.start_step + 1
-        info.optimizer.register_step_pre_hook(self._before_step)
+        info.optimizer.register_step_post_hook(self._after_step)
 
     def on_train_step_end(self, info: StepInfo) -> None:
         self._step = info.step + 1
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._step % self._every:
             return
         stepped: set[int] = set()
@@ -83,7 +84,7 @@ class Histograms:
                     self._add_histogram(f"gradients/{name}", parameter.grad)
 
     def _add_histogram(self, tag: str, values: Tensor) -> None:
-        # A copy, since the step changes them.
+        # A copy, since later steps change them.
         numbers = local_tensor(values).float().cpu().reshape(-1).clone()
         numbers = numbers[numbers.isfinite()]
         if numbers.numel():

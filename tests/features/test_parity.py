@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.features.lightning_recipes import MANUAL
 from tests.helpers.internals import compose
+from tests.helpers.recipes import write_recipe
 from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc
@@ -103,6 +105,14 @@ def test_the_same(compared: Compared, same: Same) -> None:
 
 
 # What is between two layers is computed by the model itself.
+def test_a_lightning_module_that_steps_itself_is_compared(compared, tmp_path):
+    write_recipe(tmp_path, "lit", MANUAL)
+    status, answer, printed = compared("recipe=lit")
+    assert status == 0, printed
+    assert answer["steps"] == 3
+    assert answer["parts"]["gradients"]["compared"] == 4
+
+
 HEAD = ("two", "Linear", "input")
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from tensorboard.plugins.hparams import metadata
 
+from tests.features.lightning_recipes import MANUAL
 from tests.helpers import results
+from tests.helpers.recipes import write_recipe
 
 SHORT = ("recipe=digits", "trainer.max_steps=6", "trainer.log_every_n_steps=2", "trainer.val_check_interval=3")
 HISTOGRAMS = "logger.tensorboard.histograms_every_n_steps"
@@ -95,3 +97,17 @@ def test_an_untraceable_model_trains_without_its_graph(train):
     run_dir = train(*short, "model._target_=tests.features.flop_cases.Uncopyable", GRAPH)
     assert "TensorBoard won't have the graph of the model: TypeError: holds a lock" in results.log(run_dir)
     assert results.results(run_dir)["steps"] == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.multiproc
+def test_gradients_of_a_module_that_steps_itself_are_averaged(train, tmp_path):
+    write_recipe(tmp_path, "lit", MANUAL)
+    run_dir = train("recipe=lit", "topology.procs_per_node=2", *SHORT[1:], f"{HISTOGRAMS}=2")
+    events = results.events(run_dir)
+    squares = sum(
+        events.Histograms(tag)[0].histogram_value.sum_squares
+        for tag in events.Tags()["histograms"]
+        if tag.startswith("gradients/")
+    )
+    assert squares**0.5 == pytest.approx(results.curve(run_dir, "train/grad_norm")[2], abs=1e-4)

@@ -16,6 +16,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
 
 from framework.distributed.context import Context
 from framework.distributed.seed import fingerprint
@@ -75,7 +76,7 @@ class StepTrace:
     num_samples: int
     # None if its micro-batches took different paths through the model.
     events: Sequence[Event]
-    # As the optimizer gets them; none if the loss scaler skipped the step.
+    # Averaged over ranks and unscaled, before they are clipped.
     gradients: Mapping[str, Tensor]
     # Their changes since the start.
     weights: Mapping[str, Tensor]
@@ -138,8 +139,14 @@ class Recording:
             move_weights(model, by=moved_by)
         self._trace = Trace(_sketches(model.named_parameters()), type(model).__name__, floor, dropouts, steps=[])
         self._drawn = fingerprint(self._devices)
-        info.optimizer.register_step_pre_hook(lambda *_: self._record_gradients())
         ModuleWatch(model, self._record).start()
+
+    def on_before_optimizer_step(self, _: Optimizer) -> None:
+        gradients = []
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                gradients.append((name, parameter.grad))
+        self._gradients = _sketches(gradients)
 
     def on_train_step_end(self, info: StepInfo) -> Stop | None:
         sizes = [micro.num_samples for micro in info.indices]
@@ -161,13 +168,6 @@ class Recording:
     def on_fit_end(self) -> None:
         self._file.parent.mkdir(exist_ok=True)
         torch.save(self._trace, self._file)
-
-    def _record_gradients(self) -> None:
-        gradients = []
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                gradients.append((name, parameter.grad))
-        self._gradients = _sketches(gradients)
 
     def _record(self, passed: Passed) -> None:
         drawn_before = self._drawn

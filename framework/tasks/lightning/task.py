@@ -36,7 +36,7 @@ from framework.tasks.lightning.initial_training import read_initial_training
 from framework.tasks.lightning.kept_state import KeptState
 from framework.tasks.lightning.log import Log, LogPart, metric_name, short_name
 from framework.tasks.lightning.optimization import HookedSteps, ManualSteps
-from framework.tasks.lightning.trainer import Stage, TrainerView, trainer_of
+from framework.tasks.lightning.trainer import TRAINING_JOBS, Stage, TrainerView, trainer_of
 from framework.types import (
     Batch,
     Callback,
@@ -157,7 +157,7 @@ class LightningTask:
         self._context = context
         # None: its optimizers step automatically, as the framework or `optimizer_step` says.
         self._manual: ManualSteps | None = None
-        self._trains = config.job == "train"
+        self._trains = config.job in TRAINING_JOBS
         self._accumulated = config.trainer.accumulate_grad_batches
         self._is_scaled = config.trainer.precision == "16-mixed"
 
@@ -903,6 +903,11 @@ def _refuse_manual(name: str, config: Config) -> None:
             reasons.append(f"strategy.{key}: the strategy's own forward and exchange aren't used. Leave it out.")
     if settings.accumulate_grad_batches > 1:
         reasons.append("trainer.accumulate_grad_batches: step the optimizers after every n-th batch instead.")
+    if config.job == "tune" and config.tune.find_batch_size and config.data.global_batch_size is not None:
+        reasons.append(
+            "job=tune with data.global_batch_size: it would split a batch into several. Use data.batch_size, or "
+            "tune.find_batch_size=false."
+        )
     if settings.gradient_clip_val is not None:
         reasons.append("trainer.gradient_clip_val: call self.clip_gradients(optimizer, gradient_clip_val=...) instead.")
     if settings.compile is not None:

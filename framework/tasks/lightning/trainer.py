@@ -22,6 +22,8 @@ from framework.types import Logger
 Stage = Literal["train", "sanity_check", "validate", "test", "predict"]
 
 _JOB_STAGES: dict[str, Stage] = {"eval": "test", "predict": "predict", "export": "predict"}
+# Jobs that make training steps.
+TRAINING_JOBS = ("train", "parity", "plan", "tune")
 # The attribute of the context that keeps the rank's TrainerView.
 _KEPT_AS = "_lightning_trainer"
 # Attributes that are the framework's own.
@@ -38,7 +40,7 @@ class TrainerView:
 
     def __init__(self, config: Config, context: Context) -> None:
         self._settings = config.trainer
-        self._trains = config.job == "train"
+        self._trains = config.job in TRAINING_JOBS
         self._world_size = context.world_size
         self.stage: Stage = _JOB_STAGES.get(config.job, "train")
         self.current_epoch = 0
