@@ -81,22 +81,14 @@ def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
         memory = estimates["memory"]
         kept_bytes = memory["averages"] + memory["anchors"] + memory["errors"]
         state_bytes = memory["parameters"] + memory["gradients"] + (memory["optimizer"] or 0)
-        estimates["forecast"] = forecast(config, topology, kept_bytes=kept_bytes, state_bytes=state_bytes)
-        estimates["forecast"]["time"] = _time_on_device(config, topology, plan=estimates)
+        values, trace = forecast(config, topology, kept_bytes=kept_bytes, state_bytes=state_bytes)
+        values["time"] = None
+        if trace is not None:
+            from framework.jobs.plan.device_time import device_time
+
+            values["time"] = device_time(trace, config, topology, device=values["device"]["name"], plan=estimates)
+        estimates["forecast"] = values
     return estimates
-
-
-def _time_on_device(config: Config, topology: Topology, *, plan: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the time of a step on `plan.device`; None if the GPU or the step isn't known."""
-    from framework.jobs.plan.device_time import device_time
-    from framework.jobs.plan.work import trace_of
-
-    forecast = plan["forecast"]
-    if forecast["memory"] is None:
-        # It says why the step can't be traced.
-        return None
-    trace = trace_of(config, topology, for_cuda=True)
-    return device_time(trace, config, topology, device=forecast["device"]["name"], plan=plan)
 
 
 def facts(config: Config, topology: Topology, *, backend: str) -> dict[str, Any]:

@@ -62,8 +62,10 @@ class TriedChange(NamedTuple):
     cost_percent: int
 
 
-def forecast(config: Config, topology: Topology, *, kept_bytes: int, state_bytes: int) -> dict[str, Any]:
-    """Return the forecast for `plan.device`: plain values, under the keys listed in `plan.job`.
+def forecast(
+    config: Config, topology: Topology, *, kept_bytes: int, state_bytes: int
+) -> tuple[dict[str, Any], Trace | None]:
+    """Return the forecast for `plan.device`, under the keys listed in `plan.job`, and the trace that it rests on.
 
     Args:
         kept_bytes: what strategy and callbacks keep besides: averages, anchors, errors.
@@ -73,6 +75,7 @@ def forecast(config: Config, topology: Topology, *, kept_bytes: int, state_bytes
     assert name is not None
     device = find_device(name, uses_gpus=topology.gpus_per_node > 0)
     notes: list[str] = []
+    trace = None
     values: dict[str, Any] = {
         "device": None,
         "memory": None,
@@ -93,6 +96,7 @@ def forecast(config: Config, topology: Topology, *, kept_bytes: int, state_bytes
             if memory.fits is False:
                 values["changes"] = [change._asdict() for change in memory.cheapest_changes(_MAX_CHANGES)]
             device = memory.device
+            trace = memory.trace
     except Exception as error:
         # The user's model may raise anything; the plan is known all the same.
         reason = describe_error(error)
@@ -105,7 +109,7 @@ def forecast(config: Config, topology: Topology, *, kept_bytes: int, state_bytes
         "usable": usable_bytes(device, topology),
     }
     values["assumed"] = _assumed(config, topology, device)
-    return values
+    return values, trace
 
 
 def usable_bytes(device: Device, topology: Topology) -> int | None:
@@ -140,7 +144,7 @@ class StepMemory:
     """The memory of a training's step on a device.
 
     Args:
-        first: of the training.
+        prepared: of the training.
         config: as requested.
         kept_bytes: what strategy and callbacks keep besides.
         state_bytes: of weights, gradients and optimizer.
@@ -169,10 +173,10 @@ class StepMemory:
         self._notes = notes
         # False once a step has turned out to need the values of tensors.
         self._is_fake = True
-        self._trace = self._first_trace()
+        self.trace = self._first_trace()
         if runs_operators and not device.is_gpu:
-            self._trace = with_workspaces(self._trace)
-        self._peak = self._trace.peak()
+            self.trace = with_workspaces(self.trace)
+        self._peak = self.trace.peak()
 
     # The peak
 
@@ -282,11 +286,11 @@ class StepMemory:
         most the peak. Each trace where that line ends moves it nearer to the answer.
         """
         limit_bytes = self.usable_bytes
-        if limit_bytes is None or self._trace.samples == 0 or not self._is_fake:
+        if limit_bytes is None or self.trace.samples == 0 or not self._is_fake:
             return None
         low = 0
         low_bytes = 0
-        high = self._trace.samples
+        high = self.trace.samples
         # Workspaces are left out: they are known for the traced size only.
         high_bytes = self._bytes_with(high)
         try:
@@ -315,7 +319,7 @@ class StepMemory:
 
     def _bytes_with(self, samples: int) -> int:
         """Return the peak with micro-batches of as many samples."""
-        if samples == self._trace.samples and self.device.is_gpu:
+        if samples == self.trace.samples and self.device.is_gpu:
             return self.peak_bytes
         return self._total_bytes(self._traced(self._prepared, samples=samples).peak(), self.device)
 
@@ -361,7 +365,7 @@ class StepMemory:
 
     def _model_fits(self, limit_bytes: int) -> bool:
         """Return False if what there is with any batch is too much already."""
-        categories = self._trace.update().by_category
+        categories = self.trace.update().by_category
         least_bytes = self._kept_bytes + sum(categories[category] for category in _WITH_ANY_BATCH)
         return least_bytes < limit_bytes
 
@@ -372,7 +376,7 @@ class StepMemory:
         if self.device.is_gpu:
             gpus = change.topology.world_size * change.topology.span
         peak_bytes = self._total_bytes(trace.peak(), self.device)
-        cost = _cost(trace) / _cost(self._trace)
+        cost = _cost(trace) / _cost(self.trace)
         return TriedChange(change.overrides, gpus, peak_bytes, peak_bytes <= limit_bytes, round(100 * (cost - 1)))
 
 

@@ -54,6 +54,8 @@ _NEEDS_VALUES = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+# Larger samples, of a batch that is only considered, are fake ones.
+_LARGEST_REAL_BYTES = 1 << 30
 _Item = TypeVar("_Item")
 
 
@@ -210,9 +212,12 @@ def _step(trainer: Trainer, tracer: Tracer, prepared: PreparedStep, micro_batche
 
 
 def _own_tensor(tensor: Tensor, *, is_fake: bool) -> Tensor:
-    if is_fake:
+    if not is_fake:
+        return tensor.clone()
+    if tensor.nbytes > _LARGEST_REAL_BYTES:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return tensor.clone()
+    # A real one, whose values a task may read to weight its loss. Memory that nobody writes to isn't taken.
+    return torch.empty_like(tensor)
 
 
 def _ends(items: Sequence[_Item]) -> list[_Item]:

@@ -26,7 +26,7 @@ def work_of_step(config: Config, topology: Topology) -> dict[str, Any]:
         "notes": [],
     }
     try:
-        trace = trace_of(config, topology, for_cuda=False)
+        trace = _trace(config, topology)
     except Exception as error:
         # The user's model may raise anything where it is only traced.
         note = f"What a step computes isn't known, so neither are its FLOPs and MFU: {describe_error(error)}"
@@ -35,10 +35,10 @@ def work_of_step(config: Config, topology: Topology) -> dict[str, Any]:
     return {**work, **bounds._asdict()}
 
 
-def trace_of(config: Config, topology: Topology, *, for_cuda: bool) -> Trace:
+def _trace(config: Config, topology: Topology) -> Trace:
     """Return what a step does; with real tensors if it needs their values."""
     with prepared_step(config, topology) as prepared:
         try:
-            return trace_step(prepared, for_cuda=for_cuda)
+            return trace_step(prepared)
         except NeedsValuesError:
-            return trace_step(prepared, for_cuda=for_cuda, is_fake=False)
+            return trace_step(prepared, is_fake=False)
