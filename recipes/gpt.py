@@ -76,8 +76,9 @@ class Embedding(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        T = tokens.shape[1]
-        x = self.token(tokens) + self.place.weight[:T]  # (B, T, C)
+        # By a call, for which FSDP gathers the weights.
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token(tokens) + self.place(places)  # (B, T, C)
         return self.drop(x)
 
 

@@ -78,8 +78,8 @@ def test_out_of_memory(report: Callable[..., dict[str, Any]], gpus: int) -> None
         assert largest["category"] == "activations and temporaries"
         assert 0 < largest["size_bytes"] <= memory["allocated_bytes"] <= memory["capacity_bytes"]
         assert Path(memory["snapshot"]).is_file()
-    # The task takes it, not the model.
-    assert found["forecast"]["peak_bytes"] < 1 << 20
+    # The task takes it, not the model; workspaces of cuBLAS are counted.
+    assert found["forecast"]["peak_bytes"] < 1 << 30
 
 
 def test_a_device_side_assert(report: Callable[..., dict[str, Any]], gpus: int) -> None:
