@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from framework.distributed.collectives import any_over_ranks, gather_to_all, sum_over_ranks
 from framework.distributed.context import Context
-from framework.distributed.sharded import total_norm
+from framework.distributed.sharded import local_tensor, total_norm
 from framework.errors import NotFiniteError, RunError
 from framework.training.loss_weights import weight_of
 from framework.types import StepOutput, SumCount
@@ -256,7 +256,10 @@ def check_finite(parameters: Sequence[nn.Parameter], meter: Meter, *, step: int,
 
     Every rank must call it; waits for the device.
     """
-    is_bad = not math.isfinite(float(total_norm(parameters)))
+    is_bad = False
+    if not math.isfinite(float(total_norm(parameters))):
+        # Or it is only their squares that are too large.
+        is_bad = not all(bool(local_tensor(parameter).isfinite().all()) for parameter in parameters)
     bad_step = meter.first_nonfinite_step(context)
     if bad_step is not None:
         raise bad_loss("not finite", step=bad_step, epoch=epoch)

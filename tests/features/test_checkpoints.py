@@ -68,6 +68,20 @@ def test_a_non_finite_loss_keeps_earlier_checkpoints(train, capsys):
     assert max(row["step"] for row in results.rows(run_dir)) == 10
 
 
+def test_weights_whose_squares_overflow_are_finite(train, tmp_path):
+    (tmp_path / "large.py").write_text(
+        "import torch\n"
+        "class Large(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(10, 5)\n"
+        "        self.unused = torch.nn.Parameter(torch.tensor([-1e30]))\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x) + 0 * self.unused\n"
+    )
+    run_dir = train(*SHORT, "model={_target_: large.Large}")
+    assert results.weights(run_dir)["unused"] == -1e30
+
+
 POISONED = '''
 import os
 import torch
