@@ -111,8 +111,10 @@ def interrupted_message(run_dir: RunDir, *, trains: bool) -> str:
     return f"\nInterrupted; every process has ended. {advice}"
 
 
-def stopped_message(run_dir: RunDir, *, by: str) -> str:
-    """Return the line after a signal that ended a training before a step was done, with the command that resumes it."""
+def stopped_message(run_dir: RunDir, *, by: str, trains: bool) -> str:
+    """Return the line after a signal before a step was done, with the command that resumes a training."""
+    if not trains:
+        return f"\nStopped by {by}. Nothing to resume; rerun the command."
     command = f"python -m framework {resume_arguments(run_dir)}"
     if complete_steps(run_dir.checkpoints):
         return f"\nStopped by {by} before a step was done. Resume from the last checkpoint: {command}"

@@ -306,7 +306,7 @@ def _launch_recorded(launch: Callable[[LaunchPlan], Outcome], plan: LaunchPlan, 
         outcome = launch(plan)
     except StoppedBySignalError as stop:
         record_end(run_dir, status="stopped")
-        print(shown(stopped_message(run_dir, by=str(stop))), file=sys.stderr, flush=True)
+        print(shown(stopped_message(run_dir, by=str(stop), trains=trains)), file=sys.stderr, flush=True)
         return Outcome(EXIT_STOPPED, stopped_early=True)
     except KeyboardInterrupt:
         record_end(run_dir, status="interrupted")

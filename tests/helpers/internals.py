@@ -43,7 +43,13 @@ if TYPE_CHECKING:
     from framework.command.equivalents import commands, environment
     from framework.command.job import check_request
     from framework.command.launcher import Placement, place
-    from framework.command.messages import interrupted_message, start_message, training_summary, unused_variables
+    from framework.command.messages import (
+        interrupted_message,
+        start_message,
+        stopped_message,
+        training_summary,
+        unused_variables,
+    )
     from framework.command.request import JobResult, Request
     from framework.command.resume import BaseRun, find_auto_run, find_base, names_a_run, saved_run
     from framework.command.slots import make_slots
@@ -200,8 +206,9 @@ if TYPE_CHECKING:
     from framework.jobs.parity.recording import moments, move_weights, sketch, switch_off_dropout, tolerance
     from framework.jobs.plan import estimate as plan_estimate_module
     from framework.jobs.plan import job as plan_job_module
+    from framework.jobs.plan import work as plan_work_module
     from framework.jobs.plan.device_time import RATES
-    from framework.jobs.plan.devices import find_device
+    from framework.jobs.plan.devices import Device, find_device
     from framework.jobs.plan.page import rank_table
     from framework.jobs.plan.page import render as render_plan
     from framework.jobs.plan.step import prepared_step, trace_step

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from framework.errors import ConfigError, DataError, TargetError, TopologyError
-from tests.helpers.internals import Topology, parse, plan_estimate_module
+from tests.helpers.internals import Device, Topology, parse, peak_of_gpu, plan_estimate_module, plan_work_module
 from tests.unit.config.raw import composed
 
 FAKES = "tests.unit.fake_targets"
@@ -336,3 +336,16 @@ def test_a_failing_optimizer_leaves_the_rest_known():
     found = facts("recipe=toy", optimizer={"_target_": "tests.unit.fake_targets.NeedsClosure", "lr": 0.1})
     assert (found["memory"]["optimizer"], found["memory"]["gradients"], found["checkpoint"]) == (None, 660, None)
     assert "it can't step without training" in found["notes"][0]
+
+
+@pytest.mark.parametrize("name", ["Tesla T4", "NVIDIA GTX"])
+def test_the_work_of_a_step_is_compared_with_the_peak_of_this_gpu(name, monkeypatch):
+    monkeypatch.setattr(plan_work_module, "find_device", lambda *_, **__: Device(name, None))
+    work = plan_work_module.work_of_step(parse(composed("recipe=toy")), Topology(1, 1, gpus_per_node=1, span=1))
+    assert work["device"] == name
+    peak = peak_of_gpu(name, "32-true", allows_tf32=False)
+    if peak is None:
+        assert work["at_peak_s"] is None
+        assert f"{name} isn't in the table" in work["notes"][0]
+    else:
+        assert work["at_peak_s"] == pytest.approx(work["flops"] / peak)

@@ -74,9 +74,11 @@ def device_time(
         plan: what else `estimate` found.
     """
     rates = RATES.get(device)
-    if rates is None:
+    peak = peak_speed(config, device=device)
+    if rates is None or peak is None:
         return None
-    bounds = bounds_of(trace, _speed(config, rates, device=device))
+    reached = Speed(lambda operator: _REACHED_FLOPS * peak.flops_per_s(operator), _REACHED_BYTES * peak.bytes_per_s)
+    bounds = bounds_of(trace, reached)
     device_s = bounds.compute_s + bounds.memory_s
     parts = {
         "compute": bounds.compute_s,
@@ -100,21 +102,22 @@ def device_time(
     }
 
 
-def _speed(config: Config, rates: _Rates, *, device: str) -> Speed:
-    """Return what a step reaches."""
+def peak_speed(config: Config, *, device: str) -> Speed | None:
+    """Return the speed of a GPU in its data sheet; None if the GPU isn't known."""
+    rates = RATES.get(device)
+    in_float32 = peak_of_gpu(device, "32-true", allows_tf32=False)
+    if rates is None or in_float32 is None:
+        return None
     # torch's default computes convolutions in TF32, and matrix products in float32.
     products_in_tf32 = config.trainer.matmul_precision in ("high", "medium")
-    in_float32 = peak_of_gpu(device, "32-true", allows_tf32=False)
-    assert in_float32 is not None, "a GPU of the table has a peak"
 
     def flops_per_s(operator: Operator) -> float:
         allows_tf32 = products_in_tf32 or operator.name.startswith("aten.convolution")
         precision = _PRECISIONS.get(operator.dtype, "32-true")
         # What has no tensor cores for a type computes in float32.
-        peak = peak_of_gpu(device, precision, allows_tf32=allows_tf32) or in_float32
-        return _REACHED_FLOPS * peak
+        return peak_of_gpu(device, precision, allows_tf32=allows_tf32) or in_float32
 
-    return Speed(flops_per_s, _REACHED_BYTES * rates.memory)
+    return Speed(flops_per_s, rates.memory)
 
 
 def _exchange_seconds(config: Config, topology: Topology, rates: _Rates, traffic: Mapping[str, int]) -> float:

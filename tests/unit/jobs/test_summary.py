@@ -19,6 +19,7 @@ from tests.helpers.internals import (
     interrupted_message,
     parse,
     start_message,
+    stopped_message,
     training_summary,
     unused_variables,
 )
@@ -99,6 +100,10 @@ def test_resuming_is_offered_only_with_a_complete_checkpoint(run_dir: RunDir) ->
     assert all(command in closing(run_dir, status) for status in (0, 1, EXIT_STOPPED))
     assert "No checkpoint yet" not in interrupted_message(run_dir, trains=True)
     assert command in interrupted_message(run_dir, trains=True)
+    assert command in stopped_message(run_dir, by="SIGTERM", trains=True)
+    for message in (interrupted_message(run_dir, trains=False), stopped_message(run_dir, by="SIGTERM", trains=False)):
+        assert "Nothing to resume" in message
+        assert "resume=" not in message
 
 
 def test_commands_work_where_they_are_printed(run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
