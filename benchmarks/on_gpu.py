@@ -3,8 +3,9 @@
     python -m benchmarks.on_gpu [--seconds 200] [--data-root FOLDER] [--device cpu]
 
 Steps of the toy and of MNIST's network, plain, compiled and with CUDA graphs; the share of the time in which the GPU is
-busy, from NVML; resident data against a DataLoader; what saving costs; seconds to 98 % and 99 % of the validation
-images. Without MNIST's files the network trains on scikit-learn's digits, and the rows say so.
+busy, from NVML; resident data against a DataLoader; what saving costs; the peak of the memory against its forecast;
+seconds to 98 % and 99 % of the validation images. Without MNIST's files the network trains on scikit-learn's digits,
+and the rows say so.
 
 Steps are timed for 5 s at least, over as many epochs as that takes, without validation: NVML averages over a second.
 First it prints the rows that are planned, then each as soon as it is measured, the most important ones first and the
@@ -16,17 +17,33 @@ figures mean nothing.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contest import Asked, Contest, Contestant, Row, Unit, callback, compare, ours, peer, run, take_turns
+from benchmarks.contest import (
+    Asked,
+    Contest,
+    Contestant,
+    ContestError,
+    Row,
+    Unit,
+    callback,
+    compare,
+    ours,
+    peer,
+    run,
+    take_turns,
+)
+from benchmarks.forecast import CASES
 from benchmarks.mnist_speed import BATCH, THREADS, unpacked
 from benchmarks.record import HEAD
 
@@ -50,6 +67,16 @@ _NO_CHECKPOINTS = ("--set-up", "no-checkpoints")
 _US = Unit("µs", 1e6, 0)
 _S = Unit("s", 1.0, 1)
 _PERCENT = Unit("%", 100.0, 0)
+_MIB = Unit("MiB", 1 / (1 << 20), 1)
+# Of `benchmarks.forecast.CASES`.
+_FORECAST = (
+    "GPT, recomputed",
+    "GPT, bf16-mixed",
+    "GPT",
+    "convolutions, bf16-mixed",
+    "convolutions, batches of 128",
+)
+_PROFILED_STEPS = 60
 
 Measure = Callable[[Contestant], Mapping[str, float]]
 
@@ -299,6 +326,51 @@ def milestones(place: Place) -> Part:
     return Part(every, measure, rows)
 
 
+def memory(place: Place) -> Part:
+    """The peak that job=plan forecasts, beside torch.cuda.max_memory_allocated or, on the CPU, the profiler's."""
+    short = (
+        "trainer.profiler=summary",
+        f"trainer.max_steps={_PROFILED_STEPS}",
+        "trainer.limit_val_batches=0",
+        "trainer.limit_test_batches=0",
+        "data.loader=dataloader",
+        "data.num_workers=0",
+        "checkpoint=none",
+        "logger=none",
+    )
+    names = _FORECAST if place.device == "cuda" else _FORECAST[:1]
+    every = [ours(case.name, *case.overrides, place.gpus, *short) for case in CASES if case.name in names]
+
+    def rows(contests: Mapping[str, Contest]) -> list[Row]:
+        found = []
+        for each in every:
+            figures = {}
+            absent = {}
+            for kind, contest in contests.items():
+                if each.name in contest.figures:
+                    figures[kind] = contest.figures[each.name]
+                elif each.name in contest.absent:
+                    absent[kind] = contest.absent[each.name]
+            claim = f"{each.name}: peak of the memory, forecast ÷ measured"
+            of_both = Contest(figures, absent) if contests else None
+            found.append(compare("on_gpu", claim, of_both, ("forecast", "measured"), unit=_MIB))
+        return found
+
+    return Part(every, peaks, rows)
+
+
+def peaks(contestant: Contestant) -> dict[str, float]:
+    """Return the peaks in the record of a profiled run, in bytes. Raises ContestError if it has none."""
+    with tempfile.TemporaryDirectory(prefix="benchmark_") as outputs:
+        run(replace(contestant, arguments=(*contestant.arguments, f"path.outputs={outputs}")), reports=False)
+        (record,) = Path(outputs).glob("*/*/run.json")
+        profile = json.loads(record.read_text())["profile"]
+    found = {"forecast": profile["forecast"]["peak_bytes"], "measured": profile["peak_bytes"]}
+    if None in found.values():
+        raise ContestError(f"{contestant.name}: {found}, {profile['forecast']['notes']}")
+    return found
+
+
 def parts(place: Place) -> list[Part]:
     """Return all parts, the most important ones first, the compiled ones last."""
     return [
@@ -306,6 +378,7 @@ def parts(place: Place) -> list[Part]:
         network(place),
         milestones(place),
         saving(place),
+        memory(place),
         toy(place, "default"),
         toy(place, "reduce-overhead"),
         network(place, "default"),

@@ -66,6 +66,17 @@ def run_what_is_for_a_gpu_on_the_cpu() -> None:
     assert row.ours == "7.2 s"
 
 
+def compare_the_memory_with_its_forecast() -> None:
+    part = on_gpu.memory(on_gpu.Place("cpu", None))
+    (contestant,) = part.contestants
+    figures = part.measure(contestant)
+    assert figures["forecast"] == pytest.approx(figures["measured"], rel=0.02)
+    (row,) = part.rows({name: Contest({contestant.name: [figure]}) for name, figure in figures.items()})
+    assert row.ratio == "1.00"
+    (row,) = part.rows({"forecast": Contest({}, {contestant.name: "failed"})})
+    assert row.ours == "failed"
+
+
 def time_for_some_seconds() -> None:
     """Each program trains until the seconds are over, over several epochs, as on a GPU."""
 
@@ -108,6 +119,7 @@ PARTS = (
     weigh_two_ranks,
     time_the_indices_of_an_epoch,
     run_what_is_for_a_gpu_on_the_cpu,
+    compare_the_memory_with_its_forecast,
     time_for_some_seconds,
     show_only_what_every_round_has,
     validate_both_recipes_at_their_end,
