@@ -255,9 +255,11 @@ def first_fault(sizes: StepSizes, before: Iterable[StepSizes], *, factor: float 
         if rows:
             fault = _fault(sizes, measured, position, rows, usual=usual, factor=factor)
             break
+    if fault is not None and fault.cause == "sample" and fault.values != "too large":
+        # No learning rate makes the data NaN or infinite.
+        return fault
     jump = rate_jump([*summaries, summary_of(sizes, measured)])
-    # No learning rate makes the data NaN or infinite.
-    if jump is not None and not (fault is not None and fault.cause == "sample" and fault.values != "too large"):
+    if jump is not None:
         return _rate_fault(jump, [*steps, measured])
     return fault
 

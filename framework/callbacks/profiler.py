@@ -51,7 +51,8 @@ class TorchProfiler(Callback):
         warmup: Steps with the profiler on whose record is dropped, since the first ones cost more.
         active: Steps to record.
         trace: Write the traces.
-        record_shapes, profile_memory, with_stack: As for torch.profiler; each costs time.
+        record_shapes, profile_memory, with_stack: As for torch.profiler; each costs time. On a CPU, allocations are
+            recorded in any case, for the peak of the memory.
     """
 
     def __init__(

@@ -136,17 +136,17 @@ def _skipping(request: Request, record: RunRecord) -> Request:
     if not config.skip:
         return request
     step = int(config.step or 0)
-    wrong = [number for number in config.skip if number <= step]
     last = last_step(record)
     if max(config.skip) > last:
         raise ConfigError(
             f"skip={show(list(config.skip))}: {record.run} has made {last} steps, as far as its records show, and "
             "these are steps of it. data.skip_steps takes steps that nobody has made yet."
         )
-    if wrong:
+    first = min(config.skip)
+    if first <= step:
         raise ConfigError(
-            f"skip={show(list(config.skip))}: step {wrong[0]} isn't after step={step}, from which the new run "
-            f"continues. Use step={wrong[0] - 1}, or an earlier one."
+            f"skip={show(list(config.skip))}: step {first} isn't after step={step}, from which the new run "
+            f"continues. Use step={first - 1}, or an earlier one."
         )
     if config.data.defer_steps and min(config.data.defer_steps) <= max(config.skip):
         raise ConfigError(

@@ -151,6 +151,25 @@ class ReadsLosses(Squares):
         return output
 
 
+class ChecksSamples(Squares):
+    """Looks at the values of its samples."""
+
+    def training_step(self, model, batch):
+        if not 0 < float(batch[0].abs().max()) < 100:
+            raise ValueError("these aren't the samples")
+        return super().training_step(model, batch)
+
+
+def test_a_traced_step_has_the_values_of_its_samples(forecast):
+    found = forecast(
+        "recipe=toy", "trainer.gpus=0", "plan.device=this", "~task", f"+task._target_={__name__}.ChecksSamples"
+    )
+    # Of a batch that is only considered, there are none.
+    (note,) = found["notes"]
+    assert note.startswith("The largest batch isn't known")
+    assert found["memory"]["peak"] > 0
+
+
 def test_a_step_that_needs_values_is_made_with_real_tensors(forecast, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     accumulated = ("recipe=toy", "trainer.gpus=0", "trainer.accumulate_grad_batches=4", "plan.device=this", "~task")

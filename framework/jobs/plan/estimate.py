@@ -69,11 +69,7 @@ def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
     topology = Topology(**arguments["topology"])
     backend = arguments["backend"]
     estimates = facts(config, topology, backend=backend)
-    if config.plan.measure:
-        # It imports what only this needs.
-        from framework.jobs.plan.work import work_of_step
-
-        estimates["time"] = work_of_step(config, topology)
+    trace = None
     if config.plan.device is not None:
         # It imports what only a forecast needs.
         from framework.jobs.plan.memory import forecast
@@ -88,6 +84,12 @@ def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
             values["time"] = device_time(trace, config, topology, device=values["device"]["name"], plan=estimates)
         estimates["forecast"] = values
+    if config.plan.measure:
+        # It imports what only this needs.
+        from framework.jobs.plan.work import work_of_step
+
+        of_this_device = trace if config.plan.device == "this" else None
+        estimates["time"] = work_of_step(config, topology, trace=of_this_device)
     return estimates
 
 

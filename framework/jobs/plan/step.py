@@ -1,7 +1,7 @@
 """Trace one optimizer step of a training as configured: with fake tensors, which take no memory and compute nothing.
 
-with prepared_step(config, topology) as batch:
-    trace = trace_step(batch)
+with prepared_step(config, topology) as prepared:
+    trace = trace_step(prepared)
 """
 
 from __future__ import annotations
@@ -212,12 +212,10 @@ def _step(trainer: Trainer, tracer: Tracer, prepared: PreparedStep, micro_batche
 
 
 def _own_tensor(tensor: Tensor, *, is_fake: bool) -> Tensor:
-    if not is_fake:
-        return tensor.clone()
-    if tensor.nbytes > _LARGEST_REAL_BYTES:
+    if is_fake and tensor.nbytes > _LARGEST_REAL_BYTES:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    # A real one, whose values a task may read to weight its loss. Memory that nobody writes to isn't taken.
-    return torch.empty_like(tensor)
+    # With its values, which a task may read to weight its loss.
+    return tensor.clone()
 
 
 def _ends(items: Sequence[_Item]) -> list[_Item]:

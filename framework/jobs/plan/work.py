@@ -15,8 +15,11 @@ from framework.jobs.plan.trace import Trace
 from framework.system.hardware import threads_per_process
 
 
-def work_of_step(config: Config, topology: Topology) -> dict[str, Any]:
-    """Return what `duration.measured_time` needs of a step: plain values, None where they are unknown."""
+def work_of_step(config: Config, topology: Topology, *, trace: Trace | None = None) -> dict[str, Any]:
+    """Return what `duration.measured_time` needs of a step: plain values, None where they are unknown.
+
+    trace: of the step on this machine's device, if there is one already.
+    """
     num_threads = config.trainer.num_threads or threads_per_process(topology.procs_per_node)
     device = find_device("this", uses_gpus=topology.gpus_per_node > 0)
     work: dict[str, Any] = {
@@ -29,7 +32,8 @@ def work_of_step(config: Config, topology: Topology) -> dict[str, Any]:
         "notes": [],
     }
     try:
-        trace = _trace(config, topology, for_cuda=device.is_gpu)
+        if trace is None:
+            trace = _trace(config, topology, for_cuda=device.is_gpu)
     except Exception as error:
         # The user's model may raise anything where it is only traced.
         note = f"What a step computes isn't known, so neither are its FLOPs and MFU: {describe_error(error)}"

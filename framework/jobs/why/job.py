@@ -136,7 +136,8 @@ def _of_one(request: Request, record: RunRecord, *, folder: Path) -> dict[str, A
         repeated = repeat(request, record, start, until=fault["step"], callback=looking, folder=place)
         repetitions.append(repeated)
         for rank in repeated.ranks:
-            fault = rank["fault"] or fault
+            if rank["fault"] is not None:
+                fault = rank["fault"]
 
     changes = changes_since(segment_at(record.run_dir, last))
     return {
