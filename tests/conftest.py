@@ -38,8 +38,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run the tests that are marked `exhaustive`, too")
 
 
+class FailureLines:
+    """Prints `FAILED tests/...::... - ...` when a test fails: a run that is ended at its limit prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        # The workers of xdist have no terminal; their reports come here again in the process that started them.
+        if not report.failed or reporter is None:
+            return
+        word = "FAILED" if report.when == "call" else "ERROR"
+        crash = getattr(report.longrepr, "reprcrash", None)
+        first_line = crash.message.partition("\n")[0] if crash else ""
+        reporter.ensure_newline()
+        if self._config.get_terminal_writer().width_of_current_line > 0:
+            # After the letters of tests that ran in workers.
+            reporter.write_line("")
+        reporter.write_line(f"{word} {report.nodeid} - {first_line}".removesuffix(" - "), red=True)
+        reporter.flush()
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Handle signals as usual: a shell or nohup that starts pytest in the background has them ignored."""
+    """Name failed tests at once, and handle signals as usual.
+
+    A shell or nohup that starts pytest in the background has signals ignored.
+    """
+    config.pluginmanager.register(FailureLines(config))
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGQUIT, signal.SIG_DFL),

@@ -1,4 +1,4 @@
-"""The guards themselves: each leak is seen, named and cleared away."""
+"""The guards themselves: each leak is seen, named and cleared away. A failed test is named at once."""
 
 from __future__ import annotations
 
@@ -110,3 +110,31 @@ def test_torch_draws_the_same_in_every_test() -> None:
         assert leaks(lambda: drawn.append(torch.rand(1).item())) == ""
     assert drawn[0] == drawn[1]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+FAILING = """
+import pytest
+
+@pytest.fixture
+def broken():
+    raise OSError("no such place")
+
+def test_passes():
+    pass
+
+def test_fails():
+    raise ValueError("first line\\nsecond line")
+
+def test_cannot_start(broken):
+    pass
+"""
+
+
+def test_a_failed_test_is_named_before_the_end(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(FAILING)
+    started = ("-m", "pytest", "-p", "tests.conftest", f"--rootdir={tmp_path}", f"--confcutdir={tmp_path}")
+    ended = run_python(*started, "--numprocesses=1", cwd=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    lines = ended.stdout.partition("= ERRORS =")[0].splitlines()
+    assert "FAILED test_some.py::test_fails - ValueError: first line" in lines
+    assert "ERROR test_some.py::test_cannot_start - OSError: no such place" in lines
