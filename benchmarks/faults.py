@@ -39,6 +39,7 @@ from framework.system.run_dir import RunDir
 from tests.helpers.recipes import write_recipe
 
 _CASES = "tests.features.fault_cases"
+_LIGHTNING_CASE = "tests.features.lightning_fault_case"
 _STEPS = 20
 _SAMPLES = 480
 # The one that Fault changes in an activation.
@@ -77,7 +78,7 @@ RECIPES = {
     "fault_of_lightning": {
         **_TRAINING,
         "defaults": [{"override /task": "lightning"}, {"override /logger": "jsonl"}],
-        "model": {"_target_": f"{_CASES}.Lit", "inputs": 10, "outputs": 5},
+        "model": {"_target_": f"{_LIGHTNING_CASE}.Lit", "inputs": 10, "outputs": 5},
     },
 }
 
@@ -523,7 +524,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     with _output_to(Path(os.devnull)):
         # What ranks print goes nowhere.
-        server = OwnForkServer((*PRELOAD, _CASES, "benchmarks.faults"))
+        server = OwnForkServer((*PRELOAD, _CASES, _LIGHTNING_CASE, "benchmarks.faults"))
     results = []
     start = Path.cwd()
     sys.path.insert(0, str(start))

@@ -168,12 +168,17 @@ def run_dirs(folder: Path) -> set[Path]:
 
 
 @pytest.fixture
-def train(fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def train(
+    request: pytest.FixtureRequest, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Path]:
     """Run the command in `tmp_path` with ranks of the session's fork server; return the run directory.
 
-    For what a run computes and leaves. How the command itself begins and ends is tested with `run_framework`.
+    For what a run computes and leaves. How the command itself begins and ends is tested with `run_framework`. A file of
+    tests whose runs import a slow library names it in PRELOADED.
     """
     from tests.helpers.internals import compose
+
+    fork_server.load(getattr(request.module, "PRELOADED", ()))
 
     def run(*overrides: str, status: int = 0) -> Path:
         monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Faults that end a training in NaN: callbacks, datasets, a model that mixes samples, a LightningModule."""
+"""Faults that end a training in NaN: callbacks, datasets, a model that mixes samples."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from framework import Callback, Datasets, FitInfo, StepInfo, StepOutput
@@ -139,37 +138,6 @@ class Masked(nn.Module):
         masked = self.mask(hidden.masked_fill(hidden < 0, float("-inf")))
         out: Tensor = self.net2(masked.softmax(dim=1))
         return out
-
-
-class Lit(pl.LightningModule):
-    """A LightningModule that may make its optimizer's steps itself."""
-
-    def __init__(self, automatic: bool = True, inputs: int = 4, outputs: int = 1) -> None:
-        super().__init__()
-        self.automatic_optimization = automatic
-        self.first = nn.Linear(inputs, 8)
-        self.second = nn.Linear(8, outputs)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = mse_loss(self.second(self.first(x).tanh()), y)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def rootless() -> Datasets:
-    """Return the data of Lit: the target of sample 50 is NaN."""
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    y = x[:, :1].abs()
-    y[50] = float("nan")
-    return Datasets(TensorDataset(x, y))
 
 
 class Dropped(nn.Module):

@@ -15,6 +15,7 @@ from tests.helpers.source import ROOT
 pytestmark = pytest.mark.multiproc
 
 PAGE = ROOT / "docs/kinds.md"
+PRELOADED = ("sklearn.datasets", "torchvision.models.detection", "torchmetrics.detection")
 KINDS = [name for file in shown_files(PAGE.read_text()) for name in re.findall(r"conf/recipe/(\w+)\.yaml", file)]
 SHORT = (
     "logger=jsonl",

@@ -17,6 +17,7 @@ from tests.helpers.source import ROOT
 
 CASES = "tests.features.lightning_cases"
 HABITS = "tests.features.lightning_habits"
+PRELOADED = (CASES, HABITS)
 # The names are those of `lightning_cases.CASES`, which takes seconds to import.
 TRAINER: dict[str, dict[str, Any]] = {
     "Regression": {},
@@ -30,16 +31,6 @@ KINDS = {"ConvNet": "images", "LanguageModel": "tokens"}
 QUICK = ("LanguageModel", "Classifier")
 SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRAINER]
 TWO = ("topology.procs_per_node=2", "data.batch_size=8", "data.eval_batch_size=8")
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    """Ranks that have imported Lightning."""
-    from tests.helpers.internals import PRELOAD, OwnForkServer
-
-    server = OwnForkServer((*PRELOAD, CASES))
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,19 +14,10 @@ from tests.helpers.internals import compose
 from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
 
+PRELOADED = (STEPS,)
 # Two parameter groups and an epoch's schedule; two optimizers and steps within the module; hooks that keep a state.
 QUICK = ("EpochSchedule", "Gan", "WithCallbacks")
 NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Hooked", "Schedules"))]
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    """Ranks that have imported Lightning."""
-    from tests.helpers.internals import PRELOAD, OwnForkServer
-
-    server = OwnForkServer((*PRELOAD, STEPS))
-    yield server
-    server.close()
 
 
 def by_lightning(action, folder, *names):

@@ -15,18 +15,9 @@ from tests.helpers import results
 from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
 
+PRELOADED = (MODULE,)
 QUICK = ("HalfOfSeven", "DropLast", "Buckets", "LoadersInDict", "Transfers")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    """Ranks that have imported Lightning."""
-    from tests.helpers.internals import PRELOAD, OwnForkServer
-
-    server = OwnForkServer((*PRELOAD, MODULE))
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -15,21 +15,12 @@ from tests.helpers.recipes import write_recipe
 from tests.helpers.source import ROOT
 from tests.helpers.trackers import wandb_curve, wandb_run
 
+PRELOADED = (STEPS,)
 QUICK = ("Hooked", "Gan", "PlainLBFGS", "WithCallbacks", "Stopping", "Averaged")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in SETTINGS]
 TWO = ("topology.procs_per_node=2", "data.batch_size=4", "data.eval_batch_size=4")
 # The last process has no sample in the last batch of each four.
 THREE = ("topology.procs_per_node=3", "data.global_batch_size=8", "data.eval_batch_size=4")
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    """Ranks that have imported Lightning."""
-    from tests.helpers.internals import PRELOAD, OwnForkServer
-
-    server = OwnForkServer((*PRELOAD, STEPS))
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

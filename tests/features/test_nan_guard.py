@@ -10,6 +10,7 @@ from tests.helpers import results
 from tests.helpers.recipes import write_recipe
 
 CASES = "tests.features.fault_cases"
+LIGHTNING_CASE = "tests.features.lightning_fault_case"
 GUARDED = (
     "recipe=toy",
     "callbacks=[nan_guard]",
@@ -175,8 +176,8 @@ def test_names_the_rank_of_a_fault_that_all_have_in_the_next_objective(train, tm
 def test_a_sample_of_a_lightning_module_is_named(train, tmp_path, automatic):
     recipe = {
         "defaults": [{"override /task": "lightning"}, {"override /callbacks": "nan_guard"}],
-        "model": {"_target_": f"{CASES}.Lit", "automatic": automatic},
-        "data": {"datasets": {"_target_": f"{CASES}.rootless"}, "batch_size": 8, "shuffle": False},
+        "model": {"_target_": f"{LIGHTNING_CASE}.Lit", "automatic": automatic},
+        "data": {"datasets": {"_target_": f"{LIGHTNING_CASE}.rootless"}, "batch_size": 8, "shuffle": False},
         "trainer": {"max_epochs": 1, "log_every_n_steps": 4},
         "checkpoint": {"enabled": False},
     }

@@ -15,6 +15,7 @@ from tests.helpers.trust import trusting
 
 pytestmark = pytest.mark.multiproc
 
+PRELOADED = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.auto.modeling_auto")
 Run = Callable[..., Path]
 SHORT = (
     "recipe=toy",

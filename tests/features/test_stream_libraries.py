@@ -16,6 +16,7 @@ from tests.helpers import results
 from tests.helpers.source import ROOT
 from tests.unit.streams import make_loader
 
+PRELOADED = ("datasets",)
 Train = Callable[..., Path]
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/streams.md").read_text(), re.MULTILINE | re.DOTALL)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.features.test_nan_guard import ACCUMULATED, CASES, ON_TWO, fault, poisoned
+from tests.features.test_nan_guard import ACCUMULATED, CASES, LIGHTNING_CASE, ON_TWO, fault, poisoned
 from tests.helpers.internals import compose, guilty_rows
 from tests.helpers.recipes import write_recipe
 
@@ -99,8 +99,8 @@ def test_the_fault_of_a_run_is_found(train, why, capfd, overrides, wanted):
 def test_the_fault_of_a_lightning_module_is_found(train, tmp_path, why):
     recipe = {
         "defaults": [{"override /task": "lightning"}, {"override /logger": "jsonl"}],
-        "model": {"_target_": f"{CASES}.Lit"},
-        "data": {"datasets": {"_target_": f"{CASES}.rootless"}, "batch_size": 8, "shuffle": False},
+        "model": {"_target_": f"{LIGHTNING_CASE}.Lit"},
+        "data": {"datasets": {"_target_": f"{LIGHTNING_CASE}.rootless"}, "batch_size": 8, "shuffle": False},
         "trainer": {"max_epochs": 1, "log_every_n_steps": 4},
         "checkpoint": {"every_n_steps": 2},
     }
