@@ -368,6 +368,7 @@ SLOW_TO_IMPORT = (
     "framework.strategies.fsdp",
     "framework.strategies.pipeline",
     "framework.training.trainer",
+    "torch.utils.tensorboard",
 )
 """Modules that take seconds to import. What forks ranks loads them once."""
 
