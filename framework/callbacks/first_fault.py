@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple, final
 
@@ -262,6 +263,12 @@ def first_fault(sizes: StepSizes, before: Iterable[StepSizes], *, factor: float 
     if jump is not None:
         return _rate_fault(jump, [*steps, measured])
     return fault
+
+
+def weights_leap(steps: Iterable[StepSizes]) -> bool:
+    """Return True if a step made the weights several times as large: what comes after may be its consequence."""
+    weights = [summary_of(sizes, sizes.measured()).weights for sizes in steps]
+    return any(before > 0 and after > GROWS * before for before, after in pairwise(weights))
 
 
 def _fault(

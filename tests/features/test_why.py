@@ -117,6 +117,14 @@ def test_a_fault_from_before_a_checkpoint_is_found(train, why):
     assert [repeated["from_step"] for repeated in answer["repeated"]] == [10, 5]
 
 
+def test_a_fault_some_steps_before_what_it_leads_to_is_found(train, why):
+    # BatchNorm keeps the values finite for some steps after the checkpoint of step 5.
+    run = train(*RUN, f"model._target_={CASES}.Normed", *fault("learning_rate", step=5, value=1e3), status=1)
+    answer = why(f"run={run}")
+    assert facts(answer, "step", "cause") == (5, "learning_rate")
+    assert [repeated["from_step"] for repeated in answer["repeated"]] == [5, 0]
+
+
 def test_a_sample_of_the_first_step_is_found(train, why):
     # There is no step before to compare with, only the other samples.
     answer = why(f"run={train(*RUN, *poisoned(7, value=1e30), status=1)}")

@@ -122,9 +122,10 @@ def _of_one(request: Request, record: RunRecord, *, folder: Path) -> dict[str, A
         repeated = repeat(request, record, start, until=last, callback=watch, folder=folder / f"training_{number}")
         repetitions.append(repeated)
         fault = _first_fault(repeated.ranks)
-        # So early, that it may only show what an earlier step has done.
+        # It may only show what an earlier step has done.
         is_early = fault is not None and fault["step"] <= start.step + 2
-        if not is_early or start.step == 0:
+        is_consequence = is_early or any(rank["weights_leap"] for rank in repeated.ranks)
+        if not is_consequence or start.step == 0:
             break
         start = start_before(record, start.step)
 

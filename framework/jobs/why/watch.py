@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from framework.callbacks.first_fault import Fault, Usual, first_fault
+from framework.callbacks.first_fault import Fault, Usual, first_fault, weights_leap
 from framework.callbacks.layer_sizes import LayerSizes, StepSizes
 from framework.distributed.collectives import gather_to_all
 from framework.distributed.context import Context
@@ -93,10 +93,11 @@ class FaultWatch(_Watching):
     def on_fit_end(self) -> None:
         if self._first is not None:
             self._look_at_one(self._first)
-        content: dict[str, Any] = {"step": self._step, "largest": self._largest, "fault": None}
+        content: dict[str, Any] = {"step": self._step, "largest": self._largest, "fault": None, "weights_leap": False}
         if self._fault is not None:
             fault = replace(self._fault, rank=self._context.rank)
             content["fault"] = {**fault.as_dict(), "order": list(fault.order), "text": fault.text()}
+            content["weights_leap"] = weights_leap(sizes for sizes in self._kept if sizes.step < fault.step)
         self._write(content)
 
     def _look_at_one(self, first: int) -> None:
