@@ -174,15 +174,31 @@ class FSDP(SyncedBuffers):
             default_group = dist.distributed_c10d._get_default_group()
             mesh = DeviceMesh.from_group(default_group, device_type, mesh_dim_names=("shard",))
         else:
-            # A row for each copy of the model; ranks in a column have the same shard.
-            ranks = torch.arange(context.world_size).view(-1, self._num_shards)
-            replicate_group = new_subgroup(ranks.T.tolist(), context)
-            shard_group = new_subgroup(ranks.tolist(), context)
+            # Neighbours have a copy of the model; ranks at the same place of their copies have the same shard.
+            # Lists rather than tensors, whose values job=plan can't read.
+            num_shards = self._num_shards
+            copies = [list(range(first, first + num_shards)) for first in range(0, context.world_size, num_shards)]
+            same_shards = [list(range(shard, context.world_size, num_shards)) for shard in range(num_shards)]
+            replicate_group = new_subgroup(same_shards, context)
+            shard_group = new_subgroup(copies, context)
             mesh = DeviceMesh.from_group(
-                [replicate_group, shard_group], device_type, ranks, mesh_dim_names=("replicate", "shard")
+                [replicate_group, shard_group], device_type, copies, mesh_dim_names=("replicate", "shard")
             )
         self.groups = mesh.get_all_groups()
         return mesh
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Return the bytes of the most weights that are gathered at once; 0 if `model` isn't sharded by FSDP."""
+    sizes = [0]
+    # Parameters of the modules that are wrapped inside of others.
+    taken: set[nn.Parameter] = set()
+    for module in reversed(list(model.modules())):
+        if isinstance(module, FSDPModule):
+            own = set(module.parameters()) - taken
+            taken |= own
+            sizes.append(sum(parameter.numel() * parameter.itemsize for parameter in own))
+    return max(sizes)
 
 
 def _by_size(model: nn.Module, min_num_params: int) -> Iterator[nn.Module]:

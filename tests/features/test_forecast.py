@@ -124,6 +124,13 @@ def test_a_model_that_is_too_large_is_sharded(forecast):
     assert found["memory"]["peak"] / 4 < cheapest["peak"] < found["memory"]["peak"] / 2
 
 
+def test_two_sharded_copies_take_what_one_takes(forecast_peak):
+    small = ("recipe=toy", "trainer.gpus=0", "data.batch_size=8")
+    one = forecast_peak(*small, "strategy=fsdp", "topology.procs_per_node=2")
+    halves = ("strategy=hsdp", "strategy.data_parallel_shard_degree=2")
+    assert forecast_peak(*small, *halves, "topology.procs_per_node=4") == one
+
+
 def test_any_gpu_is_the_smallest_that_is_enough(fork_server, capfd):
     assert compose.main(["job=plan", "plan.device=any", *LONG_GPT], fork_server=fork_server) == 0
     printed = capfd.readouterr().out

@@ -137,10 +137,39 @@ def test_ranks_agree_on_the_smallest_room(train: Train, capfd: pytest.CaptureFix
     assert two["lr"]["suggestion"] == pytest.approx(one["lr"]["suggestion"], rel=1e-6)
 
 
+def test_a_sharded_model_is_tried_by_each_process_alone(train: Train) -> None:
+    """Out of memory in the middle of a step, a rank leaves nobody waiting; afterwards the ranks train together."""
+    exchanging = (*LIMITED, f"model._target_={CASES}.Exchanging", "+model.most=20", "trainer.gradient_clip_val=0.1")
+    sharded = (*exchanging, "strategy=fsdp", TWO)
+    two = found_in(train(*sharded, "tune.max_batch_size=24"))
+    assert two["overrides"]["data.batch_size"] == 20
+    assert {trial["refused_by"] for trial in two["batch_size"]["trials"] if not trial["fits"]} == {1}
+
+    rates = found_in(train(*sharded, "tune.find_batch_size=false", "data.batch_size=20"))
+    assert two["lr"] == rates["lr"]
+
+
+def test_the_rank_with_less_memory_decides(train: Train) -> None:
+    roomy = (f"model._target_={CASES}.Roomy", "strategy=fsdp", TWO, "tune.find_lr=false")
+    found = found_in(train(*TUNE, *roomy))
+    batch = found["batch_size"]
+    assert batch["limited_by"] == "memory"
+    assert len([trial for trial in batch["trials"] if trial["peak_bytes"] is not None]) <= 6
+    assert {trial["refused_by"] for trial in batch["trials"] if not trial["fits"]} == {1}
+    (largest,) = [trial for trial in batch["trials"] if trial["batch_size"] == batch["batch_size"]]
+    # Rank 1 has half of 300 MiB, of which a tenth stays free; rank 0 has more, and its peak may be higher.
+    assert 80 << 20 < largest["peak_bytes"] < 160 << 20
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
         pytest.param(("+model.most=20", "+model.wrong=true"), ["ValueError: this isn't about memory"], marks=OPTIONAL),
+        pytest.param(
+            ("+model.most=20", "+model.wrong=true", "strategy=fsdp"),
+            ["ValueError: this isn't about memory"],
+            marks=OPTIONAL,
+        ),
         pytest.param(
             ("+model.most=0",),
             ["Not even a batch of 1 fits: rank 1: OutOfMemoryError", "Use a smaller model"],
@@ -180,9 +209,9 @@ STREAM = "data.datasets._target_=tests.unit.fake_targets.stream"
             (STREAM, "data.shuffle=false", "~data.datasets.num_samples", "~data.datasets.seed"),
             ["IterableDataset", "Tune with some of its"],
         ),
-        pytest.param(("strategy=fsdp", TWO), ["strategy=fsdp", "tune.find_batch_size=false"], marks=OPTIONAL),
+        pytest.param(("strategy=pipeline", TWO), ["strategy=pipeline", "tune.find_batch_size=false"], marks=OPTIONAL),
     ],
-    ids=["sweep", "no rate", "stream", "no whole model"],
+    ids=["sweep", "no rate", "stream", "stages"],
 )
 def test_what_cannot_be_tuned_is_refused(
     fork_server: ForkServer, tmp_path: Path, monkeypatch, capfd, arguments: tuple[str, ...], parts: list[str]

@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from recipes.toy import ToyModel
+from tests.helpers.internals import tune_memory_module
 
 
 class Limited(ToyModel):
@@ -33,6 +35,32 @@ class Limited(ToyModel):
                 raise ValueError("this isn't about memory")
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return super().forward(x)
+
+
+class Exchanging(Limited):
+    """Every forward exchanges something with the other ranks, as some losses do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        dist.all_reduce(output.detach().sum())
+        return output
+
+
+class Roomy(ToyModel):
+    """A sample takes 200 KiB, in small pieces. The first rank has room for 400 MiB, the second one for 300 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        room_bytes = (300 if os.environ.get("RANK") == "1" else 400) << 20
+        vars(tune_memory_module).update(available_memory=lambda _: room_bytes)
+        self.wide = nn.Linear(10, 2_000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x)
+        wide = self.wide(x)
+        for _ in range(25):
+            wide = wide.tanh()
+        return output + wide.mean(dim=1, keepdim=True)
 
 
 def without_rate(parameters: Iterable[Tensor], momentum: float, weight_decay: float, nesterov: bool) -> torch.optim.SGD:

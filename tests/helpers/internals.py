@@ -223,6 +223,7 @@ if TYPE_CHECKING:
     from framework.jobs.preflight.report import assess as assess_preflight
     from framework.jobs.preflight.report import render as render_preflight
     from framework.jobs.train import Train
+    from framework.jobs.tune import memory as tune_memory_module
     from framework.jobs.tune.job import training_command
     from framework.jobs.tune.lr_range import assess as assess_lr_range
     from framework.jobs.tune.lr_range import plot

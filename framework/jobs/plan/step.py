@@ -12,10 +12,9 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -31,6 +30,7 @@ from framework.data.batch_tree import map_tensors
 from framework.data.loader import TrainLoader
 from framework.data.source import SourceLoader
 from framework.distributed.context import Context
+from framework.distributed.stand_in_group import STAND_IN, stand_in_process_group
 from framework.engine.build_trainer import build_trainer
 from framework.engine.limits import apply_fast_dev_run, apply_overfit_batches
 from framework.engine.loaders import make_train_loader, prepare_data
@@ -47,8 +47,6 @@ from framework.training.trainer import Trainer
 from framework.types import MicroBatch, Window
 
 _PHASES = {RankPhase.BACKWARD: BACKWARD, RankPhase.OPTIMIZER: UPDATE}
-# torch's stand-in for a backend, of which only this rank exists: its collectives do nothing.
-_BACKEND: Final = "fake"
 _NEEDS_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -90,7 +88,7 @@ def prepared_step(config: Config, topology: Topology) -> Iterator[PreparedStep]:
         data=replace(config.data, num_workers=0),
         trainer=replace(config.trainer, progress="off", compile=None, profiler=None),
     )
-    context = Context(topology, 0, 0, 0, devices=(torch.device("cpu"),) * topology.span, backend=_BACKEND)
+    context = Context(topology, 0, 0, 0, devices=(torch.device("cpu"),) * topology.span, backend=STAND_IN)
     strategy, plan = plan_training(config, context)
     if strategy.num_stages is not None:
         raise ConfigError(
@@ -155,7 +153,7 @@ def _traced(
     prepared: PreparedStep, *, is_fake: bool, samples: int | None, for_cuda: bool, limit_s: float | None
 ) -> Trace:
     with ExitStack() as stack:
-        stack.enter_context(_stand_in_group(prepared.setup.context))
+        stack.enter_context(stand_in_process_group(prepared.setup.context))
         if is_fake:
             stack.enter_context(_convertible_modules())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -241,19 +239,6 @@ def _resized(micro: MicroBatch, samples: int) -> MicroBatch:
     if not has_rows:
         raise ConfigError("No tensor of the batch has a row for each sample.")
     return MicroBatch(batch, samples)
-
-
-@contextmanager
-def _stand_in_group(context: Context) -> Iterator[None]:
-    """Make a process group of which only this rank exists: its collectives do nothing."""
-    # It registers the backend.
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401
-
-    dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=context.rank, world_size=context.world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def tune_rank(arguments: RankArguments, link: MonitorLink) -> None:
 def _tune(setup: RankSetup, loader: MapLoader) -> None:
     """Search for the batch, then for the learning rate, and write tune.json after each. Every rank must call it."""
     config = setup.config
-    tuned: dict[str, Any] = {"forecast": None, "batch_size": None}
+    tuned: dict[str, Any] = {"forecast": None, "batch_size": None, "overrides": {}}
     if setup.context.is_main:
         # What the command has written, on this node.
         tuned = read_object(setup.run_dir.path / RESULT) or tuned
@@ -108,10 +108,10 @@ def _tune(setup: RankSetup, loader: MapLoader) -> None:
 def _checked_config(setup: RankSetup) -> Config:
     """Return the configuration to tune with. Raises ConfigError for what can't be tuned."""
     config = setup.config
-    if config.tune.find_batch_size and setup.strategy.forward_communicates:
+    if config.tune.find_batch_size and setup.strategy.num_stages is not None:
         raise ConfigError(
             f"tune.find_batch_size=true tries batches on each process by itself; with strategy="
-            f"{type(setup.strategy).__name__.lower()} no process has the whole model.\n"
+            f"{type(setup.strategy).__name__.lower()} a process computes with what another one sends it.\n"
             "Use tune.find_batch_size=false for the learning rate alone, or another strategy."
         )
     if any(takes_closure(optimizer) for optimizer in optimizer_configs(config.optimizer)):

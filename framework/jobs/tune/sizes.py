@@ -49,7 +49,7 @@ def largest_fitting(
             break
         if failing <= most and predicted >= failing:
             is_far_off = predicted > 2 * failing
-            if is_far_off or fitting > 0:
+            if is_far_off:
                 break
             step_down = max(2 * step_down, resolution(failing))
             predicted = failing - step_down

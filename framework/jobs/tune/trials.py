@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.data.loader import MapLoader
 from framework.distributed.collectives import barrier
+from framework.distributed.sharded import local_tensor
+from framework.distributed.stand_in_group import STAND_IN, as_default_group, new_stand_in_group
 from framework.engine.build_trainer import build_trainer
+from framework.engine.builders.strategy import build_strategy
 from framework.engine.out_of_memory import is_out_of_memory
 from framework.engine.setup import RankSetup
 from framework.engine.state_bytes import average_dtype
@@ -21,13 +25,19 @@ from framework.jobs.tune.memory import DeviceMemory, HostMemory
 from framework.jobs.tune.sizes import BatchSizing, Forecast
 from framework.jobs.tune.steps import full_steps, train_steps
 from framework.strategies.base import Strategy
+from framework.strategies.fsdp import gathered_bytes
 from framework.system.formatting import format_binary_bytes
+from framework.training.trainer import Trainer
 
 T = TypeVar("T")
 
 # On the host, the next size is at most so many times the largest measured one, and the first one that part of what is
 # forecast to fit: a batch that is too large gets a process killed.
 _MAX_GROWTH = 4
+# What the next size is predicted from is at most so large a part of the largest measured one.
+_SMALLER = 0.75
+# gloo gathers and reduces in copies, and each of its threads keeps the memory of one. Measured with 2 and 4 processes.
+_GLOO_THREADS = 2
 
 
 @dataclass
@@ -39,6 +49,16 @@ class _Outcome:
     peak_bytes: int | None = None
     # Of the fastest step.
     step_s: float | None = None
+    # A step ended in the middle.
+    is_interrupted: bool = False
+
+
+class _Copied(NamedTuple):
+    """A tensor of the model, or this rank's part of it, of which the run keeps copies besides."""
+
+    tensor: Tensor
+    copies: int
+    has_gradient: bool
 
 
 class _Line(NamedTuple):
@@ -54,37 +74,36 @@ class _Line(NamedTuple):
 class Trials:
     """Tries batch sizes on all ranks, each by itself. Weights don't change, since the learning rate is set to 0.
 
-    A rank that runs out of memory in the middle of a step would leave the others waiting in the exchange of gradients.
-    So the model isn't wrapped by a strategy, and the ranks exchange only the outcome. The memory that the strategy
-    needs on top is allocated meanwhile.
+    A rank that runs out of memory in the middle of a step would leave the others waiting in a collective. So in a trial
+    all collectives are those of a stand-in, which exchange nothing, and the ranks exchange only the outcome.
+
+    A strategy that communicates in the forward shards the model over the stand-in, and takes the memory that it takes
+    in training. Other strategies are left out, and the memory that they need on top is allocated meanwhile.
     """
 
     memory: HostMemory | DeviceMemory
 
     def __init__(self, setup: RankSetup, loader: MapLoader, sizing: BatchSizing, *, averages: int) -> None:
         """Every rank must make one. averages: see `find_batch_size`."""
+        self._setup = setup
         self._context = setup.context
         self._loader = loader
         self._sizing = sizing
+        self._averages = averages
         self._steps = setup.config.tune.steps_per_trial
         # The trials as tune.json has them, by samples.
         self.tried: dict[int, dict[str, Any]] = {}
         # The largest peak of all ranks, for the sizes with which every rank made its steps.
         self._peaks: dict[int, int] = {}
-        self._trainer = build_trainer(replace(setup, strategy=Strategy()), loader, {})
-        self._trainer.weight_own_samples()
-        for param_group in self._trainer.state.optimizer.param_groups:
-            param_group["lr"] = 0.0
+        self._stand_in = new_stand_in_group()
+        self._trainer = self._build()
+        # What exchanges take that the stand-in leaves out.
+        self._exchange_bytes = 0
+        if self._context.backend == "gloo" and self._context.world_size > 1:
+            self._exchange_bytes = _GLOO_THREADS * gathered_bytes(self._trainer.state.bare_model)
         # Outcomes are exchanged over the CPU.
         self._exchange = setup.exchange
         self._exchange.open()
-
-        # Gradients that are exchanged are copied; some strategies keep copies of weights.
-        gradient_copies = setup.strategy.costs().weight_copies
-        if self._context.world_size > 1:
-            gradient_copies += 1
-        model = self._trainer.state.bare_model
-        self._copies = _count_copies(model, averages=averages, gradient_copies=gradient_copies)
 
         # All processes of a node measure what is free before one of them takes it.
         margin = setup.config.tune.margin
@@ -113,7 +132,47 @@ class Trials:
                 self._peaks[size] = peak_bytes
             if self._context.is_main:
                 print(_line(self.tried[size]), flush=True)
+            if any(outcome.is_interrupted for outcome in outcomes):
+                self._rebuild()
         return bool(self.tried[size]["fits"])
+
+    def _build(self) -> Trainer:
+        """Build the trainer of the trials. Every rank must call it, since it may make groups."""
+        strategy = Strategy()
+        context = replace(self._context, backend=STAND_IN)
+        if self._setup.strategy.forward_communicates:
+            strategy = build_strategy(self._setup.config.strategy, context=context)
+        with as_default_group(self._stand_in):
+            trainer = build_trainer(replace(self._setup, context=context, strategy=strategy), self._loader, {})
+        trainer.weight_own_samples()
+        for param_group in trainer.state.optimizer.param_groups:
+            param_group["lr"] = 0.0
+        return trainer
+
+    def _rebuild(self) -> None:
+        """Replace a sharded model that a step has left with gathered weights. Every rank must call it."""
+        if self._setup.strategy.forward_communicates:
+            del self._trainer
+            gc.collect()
+            self._trainer = self._build()
+
+    def _copied(self) -> list[_Copied]:
+        """Return the tensors of the model, and how many copies of each training keeps besides."""
+        strategy = self._setup.strategy
+        gradient_copies = strategy.costs().weight_copies
+        if self._context.world_size > 1 and not strategy.forward_communicates:
+            # The gradients that are exchanged.
+            gradient_copies += 1
+        model = self._trainer.state.bare_model
+        copied = []
+        for tensor in (*model.parameters(), *model.buffers()):
+            # The average of a bfloat16 tensor is float32, which takes as much as two copies.
+            copies_per_average = average_dtype(tensor).itemsize // tensor.itemsize
+            copies = self._averages * copies_per_average
+            if tensor.requires_grad:
+                copies += gradient_copies
+            copied.append(_Copied(local_tensor(tensor), copies, tensor.requires_grad))
+        return copied
 
     def _of_all_ranks(self, own: T) -> list[T]:
         """Return the value of every rank, in the order of ranks."""
@@ -160,19 +219,20 @@ class Trials:
         loader = full_steps(self._loader, self._sizing.trial(size))
         times_s: list[float] = []
         try:
-            reserved = []
-            for tensor, copies in self._copies:
-                reserved += [torch.ones_like(tensor) for _ in range(copies)]
-            for step_s in train_steps(self._trainer, loader, self._steps):
-                # The first step loads kernels and compiles.
-                if not times_s:
-                    self.memory.clear()
-                times_s.append(step_s)
+            reserved = [torch.ones(self._exchange_bytes, dtype=torch.uint8)]
+            for copied in self._copied():
+                reserved += [torch.ones_like(copied.tensor) for _ in range(copied.copies)]
+            with as_default_group(self._stand_in):
+                for step_s in train_steps(self._trainer, loader, self._steps):
+                    # The first step loads kernels and compiles.
+                    if not times_s:
+                        self.memory.clear()
+                    times_s.append(step_s)
             del reserved
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return _Outcome(describe_error(error))
+            return _Outcome(describe_error(error), is_interrupted=True)
         finally:
             self._trainer.state.optimizer.zero_grad(set_to_none=True)
         return _Outcome(None, step_s=min(times_s[1:]))
@@ -192,8 +252,7 @@ class Trials:
         on_host = isinstance(self.memory, HostMemory)
         line = self._line()
         if line is None:
-            copied_bytes = sum(copies * tensor.nbytes for tensor, copies in self._copies)
-            predicted = forecast.largest(room - copied_bytes)
+            predicted = forecast.largest(room - self._reserved_bytes())
             if predicted is not None and on_host:
                 predicted //= _MAX_GROWTH
             return predicted
@@ -213,45 +272,36 @@ class Trials:
         return int(line.peak_bytes + line.bytes_per_sample * (size - line.size))
 
     def _line(self) -> _Line | None:
-        """Return the line through the peaks of the two largest measured sizes; None if none was measured.
+        """Return the line through the peaks of the largest measured size and of a smaller one; None without a size.
 
-        Once a single one was measured, the line begins at what a step takes without any sample.
+        If no smaller one was measured, the line begins at what a step takes without any sample.
         """
         if not self._peaks:
             return None
         *others, size = sorted(self._peaks)
         previous_size = 0
         previous_bytes = self._fixed_bytes()
-        if others:
-            previous_size = others[-1]
+        # Peaks vary by chance, so a line through two that are close to each other may have any slope.
+        smaller = [other for other in others if other <= _SMALLER * size and self._peaks[other] < self._peaks[size]]
+        if smaller:
+            previous_size = smaller[-1]
             previous_bytes = self._peaks[previous_size]
         growth_bytes = max(self._peaks[size] - previous_bytes, 0)
         return _Line(size, self._peaks[size], growth_bytes / (size - previous_size))
 
+    def _reserved_bytes(self) -> int:
+        """Return what a trial allocates besides its steps."""
+        return self._exchange_bytes + sum(copied.copies * copied.tensor.nbytes for copied in self._copied())
+
     def _fixed_bytes(self) -> int:
         """Return what a step takes without any sample: the optimizer's state, copies and gradients."""
-        fixed_bytes = 0
+        fixed_bytes = self._reserved_bytes()
         for state in self._trainer.state.optimizer.state.values():
-            fixed_bytes += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
-        for tensor, copies in self._copies:
-            fixed_bytes += copies * tensor.nbytes
-            if tensor.requires_grad:
-                # Its gradient.
-                fixed_bytes += tensor.nbytes
+            fixed_bytes += sum(local_tensor(value).nbytes for value in state.values() if isinstance(value, Tensor))
+        for copied in self._copied():
+            if copied.has_gradient:
+                fixed_bytes += copied.tensor.nbytes
         return fixed_bytes
-
-
-def _count_copies(model: nn.Module, *, averages: int, gradient_copies: int) -> list[tuple[Tensor, int]]:
-    """Return the tensors of the model, and how many copies of each the run keeps besides."""
-    counts = []
-    for tensor in (*model.parameters(), *model.buffers()):
-        # The average of a bfloat16 tensor is float32, which takes as much as two copies.
-        copies_per_average = average_dtype(tensor).itemsize // tensor.itemsize
-        copies = averages * copies_per_average
-        if tensor.requires_grad:
-            copies += gradient_copies
-        counts.append((tensor, copies))
-    return counts
 
 
 def _line(trial: Mapping[str, Any]) -> str:
