@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from framework.system.versions import installed_versions
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _NAME = "compiled"
+# Bytes that have to be free: a compiler that can't write its files ends the run.
+_ROOM = 100_000_000
 _CPU_INFO = Path("/proc/cpuinfo")
 # The lines of /proc/cpuinfo that say what `-march=native` compiles for: x86's, then Arm's.
 _CPU_LINES = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
@@ -35,7 +38,7 @@ def compile_cache(config: Config, device: torch.device) -> Iterator[None]:
     """With `trainer.compile`, have this process keep what it compiles in the user's cache.
 
     The folder is for this version of torch and this kind of device. TORCHINDUCTOR_CACHE_DIR, if the user has set it,
-    wins. Raises ConfigError if there is no folder that only this user can write.
+    wins. Raises ConfigError if there is no folder that only this user can write and that has room.
     """
     before = os.environ.get(_VARIABLE)
     if config.trainer.compile is None or not _is_torchs_own(before):
@@ -55,13 +58,17 @@ def compile_cache_folder(device: torch.device) -> Path:
 
     Several processes may use it at once: torch locks what it compiles.
     """
-    usable = (folder for folder in private_folders(_NAME) if _can_be_in_a_command(folder))
-    folder = next(usable, None)
+    folder = None
+    for candidate in private_folders(_NAME):
+        has_room = shutil.disk_usage(candidate).free >= _ROOM
+        if has_room and _can_be_in_a_command(candidate):
+            folder = candidate
+            break
     if folder is None:
         first, second = private_places(_NAME)
         raise ConfigError(
-            f"trainer.compile keeps compiled code, but neither {first} nor {second} is a folder without spaces that "
-            "this user alone can write.\nSet XDG_CACHE_HOME to a folder of yours, or TORCHINDUCTOR_CACHE_DIR for "
+            f"trainer.compile keeps compiled code, but neither {first} nor {second} is a folder that this user alone can "
+            "write, with no space in its path and 100 MB free.\nSet XDG_CACHE_HOME to a folder of yours, or TORCHINDUCTOR_CACHE_DIR for "
             "compiled code alone."
         )
     build = [torch.__version__, torch.version.git_version, sys.implementation.cache_tag, *_triton()]

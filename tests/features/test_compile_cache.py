@@ -12,6 +12,7 @@ import torch
 
 from framework import ConfigError, StepOutput
 from tests.helpers import results
+from tests.helpers.disks import small_disk
 from tests.helpers.internals import compile_cache_folder, compile_cache_module
 
 CPU = torch.device("cpu")
@@ -89,6 +90,12 @@ def test_nothing_is_read_from_where_others_can_write(cache, tmp_path):
 def test_a_cache_with_a_space_is_passed_over(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my cache"))
     assert compile_cache_folder(CPU).parent == tmp_path / f"framework_compiled_{os.getuid()}"
+
+
+def test_a_full_disk_is_passed_over(tmp_path, cache):
+    with small_disk(cache) as mount:
+        mount(300)
+        assert compile_cache_folder(CPU).parent == tmp_path / f"framework_compiled_{os.getuid()}"
 
 
 @pytest.mark.exhaustive
