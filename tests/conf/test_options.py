@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import DictConfig
 
 from framework.errors import ConfigError
 from tests.helpers.internals import (
@@ -21,6 +22,7 @@ from tests.helpers.internals import (
     known_keys,
     parse,
     refuse_replaced,
+    resolved,
 )
 from tests.unit.config.raw import composed
 
@@ -34,7 +36,13 @@ RECIPES = sorted({file.stem for file in (CONF / "recipe").glob("*.yaml")} - {"bl
 
 
 def read(*overrides: str) -> Config:
-    config = parse(composed(*overrides))
+    with hydra_for(None):
+        return checked(compose_config("config", list(overrides)))
+
+
+def checked(composed_config: DictConfig) -> Config:
+    raw, _ = resolved(composed_config)
+    config = parse(raw)
     check_request(Request(config, {}, ()))
     return config
 
@@ -71,42 +79,34 @@ def sections_of_recipe(name: str) -> set[str]:
     return set(content).union(*map(sections_of_recipe, bases))
 
 
-def options_that_meet(recipe: str) -> list[str]:
-    """Return all options of the sections that a recipe sets itself, and one of each other group, in turn."""
-    own = sections_of_recipe(recipe)
-    chosen = []
-    for group in GROUPS:
+def options_that_meet(recipe: str) -> dict[str, list[str]]:
+    """Return all options of each section that a recipe sets itself."""
+    met = {}
+    for group in sections_of_recipe(recipe) & set(GROUPS):
         options = [option for option in OPTIONS if option.startswith(f"{group}=")]
-        if group in own:
-            chosen += options
-        elif group != "recipe":
-            chosen.append(options[RECIPES.index(recipe) % len(options)])
-    return chosen
-
-
-PAIRS = [(recipe, option) for recipe in RECIPES for option in options_that_meet(recipe)]
+        if group == "optimizer":
+            # The recipe sets or reads keys of a single optimizer.
+            options = [option for option in options if option not in ("optimizer=muon", "optimizer=lightning")]
+        met[group] = options
+    return met
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("recipe", "option"), PAIRS)
-def test_options_go_with_recipes(recipe: str, option: str) -> None:
-    several = recipe in ("gan_digits", "gpt_muon")
-    if option == "scheduler=one_cycle" and several:
-        pytest.skip("it takes optimizer.lr, and there are several optimizers")
-    if option in ("optimizer=muon", "optimizer=lightning") and (
-        recipe == "mnist_fast" or "optimizer" in sections_of_recipe(recipe)
-    ):
-        pytest.skip("the recipe sets or reads keys of a single optimizer")
-    group = option.partition("=")[0]
-    refusal = None
-    try:
-        read(f"recipe={recipe}", option, *TYPED.get(option, []))
-    except ConfigError as error:
-        refusal = str(error)
-    if refusal is not None:
-        # The recipe's own keys of the section stay, and the command names those that the option's target doesn't take.
-        assert group in sections_of_recipe(recipe)
-        assert re.search(rf"{group}\.\S+( is required by|: \S+ has no such keyword)", refusal)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_options_go_with_a_recipe_that_sets_their_sections(recipe: str) -> None:
+    """One option of each of its sections at a time: a refusal lists the mistakes of all."""
+    met = options_that_meet(recipe)
+    # The recipe's own keys of a section stay, and the command names those that the option's target doesn't take.
+    of_keywords = re.compile(rf"({'|'.join(met)})\.\S+( is required by|: \S+ has no such keyword)")
+    with hydra_for(None):
+        for turn in range(max(map(len, met.values()))):
+            typed = [options[turn % len(options)] for options in met.values()]
+            mistakes = []
+            try:
+                checked(compose_config("config", [f"recipe={recipe}", *typed]))
+            except ConfigError as error:
+                mistakes = re.findall(r"^  - (.*)", str(error), re.MULTILINE) or [str(error)]
+            assert [mistake for mistake in mistakes if not of_keywords.match(mistake)] == [], typed
 
 
 def keys_of_file(group: str, name: str) -> set[str]:
@@ -115,12 +115,14 @@ def keys_of_file(group: str, name: str) -> set[str]:
     return set(content).union(*below)
 
 
-def test_no_option_is_replaced_by_a_recipe_without_its_section() -> None:
+def test_a_recipe_without_a_section_goes_with_its_options_and_replaces_none() -> None:
     with hydra_for(None):
         for option in OPTIONS:
             if not option.startswith("recipe="):
                 typed = ["recipe=toy", option, *TYPED.get(option, [])]
-                refuse_replaced(typed, compose_config("config", typed))
+                config = compose_config("config", typed)
+                refuse_replaced(typed, config)
+                checked(config)
 
 
 def test_yaml_and_schema_have_the_same_keys() -> None:
