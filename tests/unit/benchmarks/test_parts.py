@@ -6,22 +6,25 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-import yaml
 
 from benchmarks import memory, mnist_fast, on_gpu, scale, start_up, steps, sweeps, whole_run
 from benchmarks.contest import Contest, Contestant, run
-from tests.helpers.command import run_framework
+from tests.helpers.internals import compose_config, hydra_for, parse, resolved
 
 
 def named(contestants: list[Contestant], name: str) -> Contestant:
     return next(each for each in contestants if each.name == name)
 
 
-def time_steps() -> None:
-    (report,) = run(named(steps.contestants(), "ours")).reports
-    # The steps are timed after the warm-up.
-    assert 0 < report["wall_s"] * steps.STEPS <= report["ended"] - report["begun"] + 0.01
-    assert report["cpu_s"] > 0
+def compose_what_no_part_runs() -> None:
+    """Runs with other overrides and the same callback, `Clock`, are made below."""
+    contestants = [*steps.contestants(), *on_gpu.network(on_gpu.Place("cpu", None)).contestants]
+    commands = [each.arguments[2:] for each in contestants if each.arguments[:2] == ("-m", "framework")]
+    assert len(commands) == 5
+    with hydra_for(None):
+        for overrides in commands:
+            raw, _ = resolved(compose_config("config", overrides))
+            assert parse(raw).callbacks["benchmark"]["_target_"] == "benchmarks.marks.Clock"
 
 
 def time_a_sweep_and_plan_one() -> None:
@@ -58,8 +61,8 @@ def time_the_indices_of_an_epoch() -> None:
 
 def run_what_is_for_a_gpu_on_the_cpu() -> None:
     place = on_gpu.Place("cpu", None)
-    for each in on_gpu.network(place).contestants[:2]:
-        assert on_gpu.step_time(each)["wall"] > 0
+    raw_loop = on_gpu.network(place).contestants[1]
+    assert on_gpu.step_time(raw_loop)["wall"] > 0
     milestones = on_gpu.milestones(place)
     assert milestones.measure(milestones.contestants[0])["is_done"]
     (row, *_) = milestones.rows({"command 98%": Contest({"ours": [7.25]})})
@@ -91,6 +94,7 @@ def time_for_some_seconds() -> None:
         (report,) = run(each, timeout_s=60.0).reports
         assert report["steps"] > 8
         assert 1.0 <= report["ended"] - report["begun"] < 10.0
+        assert report["cpu_s"] > 0
         assert report["wall_s"] * report["steps"] == pytest.approx(report["ended"] - report["begun"], abs=0.1)
 
 
@@ -106,13 +110,14 @@ def show_only_what_every_round_has() -> None:
 
 def validate_both_recipes_at_their_end() -> None:
     for recipe, interval in mnist_fast._RECIPES.items():
-        settings = yaml.safe_load(run_framework("--cfg", "job", f"recipe={recipe}").stdout)
+        with hydra_for(None):
+            settings, _ = resolved(compose_config("config", [f"recipe={recipe}"]))
         steps_an_epoch = -(-settings["plan"]["train_samples"] // settings["data"]["batch_size"])
         assert steps_an_epoch * settings["trainer"]["max_epochs"] % interval == 0
 
 
 PARTS = (
-    time_steps,
+    compose_what_no_part_runs,
     time_a_sweep_and_plan_one,
     time_a_whole_run,
     time_the_first_step_of_two_ranks,
@@ -129,7 +134,5 @@ PARTS = (
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_runs(part: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "WARM_UP", 2)
-    monkeypatch.setattr(steps, "STEPS", 5)
     monkeypatch.setattr(scale, "SAMPLES", 4000)
     part()
