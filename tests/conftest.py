@@ -132,10 +132,13 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     """One fork server for all tests that only need ranks: loading torch costs seconds each time."""
-    from tests.helpers.internals import PRELOAD, SLOW_TO_IMPORT, OwnForkServer
+    from tests.helpers.internals import PRELOAD, SLOW_TO_IMPORT, OwnForkServer, call_in_child
 
     # recipe=digits, the default, has its data from scikit-learn: 1.3 s in each rank.
     server = OwnForkServer((*PRELOAD, *SLOW_TO_IMPORT, "sklearn.datasets", "sklearn.preprocessing"))
+    # No test's own deadlines run while it imports.
+    server.load(())
+    call_in_child(server, "builtins:dict", {}, timeout_s=100.0)
     yield server
     server.close()
 

@@ -247,7 +247,7 @@ if TYPE_CHECKING:
     from framework.launch.external import external_topology
     from framework.launch.external_ranks import ExternalRanks
     from framework.launch.fingerprint import Fingerprint, differences, fingerprint
-    from framework.launch.fork_server import PRELOAD, ForkServer, OwnForkServer
+    from framework.launch.fork_server import PRELOAD, ForkServer, OwnForkServer, call_in_child
     from framework.launch.meeting_point import MeetingPoint
     from framework.launch.plan import MonitorLink, RankArguments
     from framework.launch.rank_environment import network_environment
