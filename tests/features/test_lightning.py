@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers import results
+from tests.helpers.modules import run_module
 from tests.helpers.recipes import write_recipe
-from tests.helpers.source import ROOT
 
 CASES = "tests.features.lightning_cases"
 HABITS = "tests.features.lightning_habits"
@@ -34,13 +32,12 @@ TWO = ("topology.procs_per_node=2", "data.batch_size=8", "data.eval_batch_size=8
 
 
 @pytest.fixture(scope="module")
-def reference(request, tmp_path_factory):
+def reference(request, fork_server, tmp_path_factory):
     """What Lightning's own Trainer computes, by the name of the module."""
     selected = " ".join(item.nodeid for item in request.session.items)
     names = [name for name in TRAINER if name in selected]
     file = tmp_path_factory.mktemp("lightning") / "reference.pt"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.lightning_reference", str(file), *names]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    run_module(fork_server, "tests.helpers.lightning_reference", str(file), *names, folder=file.parent)
     return torch.load(file)
 
 
@@ -217,11 +214,10 @@ def test_hooks_and_what_they_see_of_the_trainer(run, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def lightnings_notes(tmp_path_factory):
+def lightnings_notes(fork_server, tmp_path_factory):
     """What `lightning_habits` notes when Lightning's own Trainer trains it, and the metrics."""
     file = tmp_path_factory.mktemp("habits") / "notes"
-    command = [sys.executable, "-W", "ignore", "-m", HABITS, str(file)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    run_module(fork_server, HABITS, str(file), folder=file.parent)
     return notes_in(file), notes_in(file.with_name("notes.metrics"))
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from tests.features.lightning_step_settings import SETTINGS, STEPS, recipe_of
 from tests.helpers import results
 from tests.helpers.internals import compose
+from tests.helpers.modules import run_module
 from tests.helpers.recipes import write_recipe
-from tests.helpers.source import ROOT
 
 PRELOADED = (STEPS,)
 # Two parameter groups and an epoch's schedule; two optimizers and steps within the module; hooks that keep a state.
@@ -20,19 +17,18 @@ QUICK = ("EpochSchedule", "Gan", "WithCallbacks")
 NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Hooked", "Schedules"))]
 
 
-def by_lightning(action, folder, *names):
-    command = [sys.executable, "-W", "ignore", "-m", STEPS, action, str(folder), *names]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=110)
+def by_lightning(fork_server, action, folder, *names):
+    run_module(fork_server, STEPS, action, str(folder), *names, folder=folder)
 
 
 @pytest.fixture(scope="module")
-def lightning(request, tmp_path_factory):
+def lightning(request, fork_server, tmp_path_factory):
     """The folder with the weights of Lightning's whole trainings, and checkpoints after two of three epochs."""
     folder = tmp_path_factory.mktemp("lightning")
     selected = " ".join(item.nodeid for item in request.session.items)
     # Some tests have no module in their name.
     names = [name for name in SETTINGS if name in selected or name == "EpochSchedule"]
-    by_lightning("train_and_begin", folder, *names)
+    by_lightning(fork_server, "train_and_begin", folder, *names)
     return folder
 
 
@@ -86,11 +82,11 @@ def test_what_continues_resumes_exactly_and_on_two_processes(run, train, lightni
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lightning_continues_what_was_exported(run, export, lightning, tmp_path, name):
+def test_lightning_continues_what_was_exported(run, export, fork_server, lightning, tmp_path, name):
     run_dir = run(name, "trainer.max_epochs=2")
     output = tmp_path / f"{name}.exported.ckpt"
     export(run_dir, output)
-    by_lightning("go_on", tmp_path, name)
+    by_lightning(fork_server, "go_on", tmp_path, name)
     same(torch.load(tmp_path / f"{name}.read.pt"), results.weights(run_dir))
     continued = torch.load(tmp_path / f"{name}.gone_on.pt")
     steps = continued.pop("steps")

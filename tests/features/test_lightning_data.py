@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.features.lightning_data_settings import CASES, MODULE
 from tests.helpers import results
+from tests.helpers.modules import run_module
 from tests.helpers.recipes import write_recipe
-from tests.helpers.source import ROOT
 
 PRELOADED = (MODULE,)
 QUICK = ("HalfOfSeven", "DropLast", "Buckets", "LoadersInDict", "Transfers")
@@ -21,13 +19,12 @@ NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaust
 
 
 @pytest.fixture(scope="module")
-def lightning(request, tmp_path_factory):
+def lightning(request, fork_server, tmp_path_factory):
     """The folder with what Lightning's own Trainer computes."""
     selected = " ".join(item.nodeid for item in request.session.items)
     names = [name for name in CASES if name in selected]
     folder = tmp_path_factory.mktemp("lightning")
-    command = [sys.executable, "-W", "ignore", "-m", MODULE, str(folder), *names]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    run_module(fork_server, MODULE, str(folder), *names, folder=folder)
     return folder
 
 

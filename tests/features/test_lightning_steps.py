@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.features.lightning_step_settings import SETTINGS, STEPS, recipe_of
 from tests.helpers import results
+from tests.helpers.modules import run_module
 from tests.helpers.recipes import write_recipe
-from tests.helpers.source import ROOT
 from tests.helpers.trackers import wandb_curve, wandb_run
 
 PRELOADED = (STEPS,)
@@ -24,13 +22,12 @@ THREE = ("topology.procs_per_node=3", "data.global_batch_size=8", "data.eval_bat
 
 
 @pytest.fixture(scope="module")
-def lightning(request, tmp_path_factory):
+def lightning(request, fork_server, tmp_path_factory):
     """The folder with what Lightning's own Trainer computes."""
     selected = " ".join(item.nodeid for item in request.session.items)
     names = [name for name in SETTINGS if name in selected]
     folder = tmp_path_factory.mktemp("lightning")
-    command = [sys.executable, "-W", "ignore", "-m", STEPS, "train", str(folder), *names]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    run_module(fork_server, STEPS, "train", str(folder), *names, folder=folder)
     return folder
 
 
