@@ -46,7 +46,7 @@ def new_stand_in_group() -> dist.ProcessGroup:
 def as_default_group(group: dist.ProcessGroup) -> Iterator[None]:
     """Have collectives use `group` if they name none, and make groups and meshes of its backend."""
     # Here, since it takes most of a second to import.
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 
     default_group = dist.group.WORLD
     dist.group.WORLD = group
@@ -56,4 +56,5 @@ def as_default_group(group: dist.ProcessGroup) -> Iterator[None]:
         dist.group.WORLD = default_group
         # To torch, meshes of the same ranks are equal, whatever their groups. An operator on DTensors of the real mesh
         # would return one of the stand-in's, and its sum over ranks would be this rank's.
-        _clear_sharding_prop_cache()
+        _clear_python_sharding_prop_cache()
+        _clear_fast_path_sharding_prop_cache()
