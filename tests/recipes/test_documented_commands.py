@@ -1,8 +1,9 @@
 """Commands of the documentation are run, each override that they show at least once.
 
 Every command is composed and checked by tests/shape/test_docs.py; that is all for those that need GPUs, several nodes
-or a sweep on disk (tests/features/test_sweeps.py), and for those that only plan or answer. Trainings are cut to a few
-steps.
+or a sweep on disk (tests/features/test_sweeps.py), for those that only plan or answer, and for those whose option or
+key a test of its own trains with. Of the sweeps, the README's runs; docs/AGENTS.md is followed by test_agents_page.py.
+Trainings are cut to a few steps.
 """
 
 from __future__ import annotations
@@ -31,10 +32,19 @@ SHORT = {
 NOT_HERE = re.compile(
     r".*=SWEEP(,.*)?|job=(plan|submit|upload)|trainer\.gpus=[1-9]\d*|topology=multi_node|topology\.nnodes=.*"
     # These need a run with that step, or one that went wrong.
-    r"|step=\d+|job=why|data\.datasets\.broken=nan"
+    r"|step=\d+|job=why|data\.datasets\.broken=nan|data\.skip_steps=.*"
     # These need files that an earlier command writes, or print warnings of peft; they have tests of their own.
     r"|recipe=gpt_tokens|task\.weights=.*|job=recipes\.ddpm_sample\.sample|peft=lora"
     r"|export\.format=lightning|init\.training=true|init_from=(initial\.pt|digits\.ckpt)"
+)
+HAS_OWN_TEST = re.compile(
+    # In tests/parity and tests/features/test_spread_models.py.
+    r"strategy=(fsdp|hsdp|butterfly)|strategy\.warmup_steps=.*"
+    # In tests/features, by the names of its files.
+    r"|logger\.(wandb|mlflow|tensorboard)\..*|callbacks=\[nan_guard\]|callbacks\.(spike_guard|swa|profiler)\..*"
+    r"|optimizer\.layer_decay=.*|tune\.find_batch_size=.*|export\.format=torch_export|trainer\.profiler=.*|format=json"
+    # In test_agents_page.py.
+    r"|resume=auto"
 )
 LEFT_OUT = re.compile(r"(data\.root|data\.mirrors|path\.outputs|preflight\.(min|max)_\w+)=.*")
 """Places that don't exist here, and speeds that a machine needn't have to run tests."""
@@ -47,7 +57,9 @@ def chosen() -> list[Command]:
     possible = []
     for command in all_commands():
         only_answers = (ONLY_ANSWERS | {"…"}) & set(command.arguments)
-        if only_answers or any(map(NOT_HERE.fullmatch, command.arguments)):
+        if only_answers or any(NOT_HERE.fullmatch(text) or HAS_OWN_TEST.fullmatch(text) for text in command.arguments):
+            continue
+        if command.place == "AGENTS.md" or ("-m" in command.arguments and command.place != "README.md"):
             continue
         arguments = [text for text in command.arguments if not LEFT_OUT.fullmatch(text)]
         possible.append(command._replace(arguments=arguments))
