@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.cases import on
 from tests.helpers.internals import ForkServer, compose
 from tests.helpers.requirements import missing
 
@@ -66,6 +67,18 @@ def two_gpus(request: pytest.FixtureRequest) -> int:
     number: int = request.param
     need_gpus(number)
     return number
+
+
+@pytest.fixture
+def on_both(train: Callable[..., Path], gpus: int) -> Callable[..., tuple[Path, Path]]:
+    """Runs the same on the GPU and on the CPU. A stand-in trains once: its second run would be the same."""
+
+    def run(*overrides: str) -> tuple[Path, Path]:
+        there = train(*overrides, on(gpus))
+        here = train(*overrides, on(0)) if gpus else there
+        return there, here
+
+    return run
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,29 @@ def no_memory_left(gpus: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def report(tmp_path: Path, gpus: int, no_memory_left: None) -> Callable[..., dict[str, Any]]:
-    """Runs a command that fails; gives its report. The command leaves no process."""
+def failed(tmp_path: Path, train: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
+    """Runs a command that fails; gives its report. The command leaves no process.
 
-    def run(*overrides: str) -> dict[str, Any]:
-        done = run_framework(*overrides, f"trainer.gpus={gpus}", cwd=tmp_path, timeout=100)
-        assert done.returncode == 1, done.stdout + done.stderr
+    With GPUs it is a process of its own, which can't have used one before. A stand-in takes the fork server's ranks.
+    """
+
+    def run(*overrides: str, gpus: int) -> dict[str, Any]:
+        if gpus:
+            done = run_framework(*overrides, f"trainer.gpus={gpus}", cwd=tmp_path, timeout=100)
+            assert done.returncode == 1, done.stdout + done.stderr
+        else:
+            train(*overrides, status=1)
         (file,) = tmp_path.glob("outputs/*/*/failure.json")
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
     return run
+
+
+@pytest.fixture
+def report(failed: Callable[..., dict[str, Any]], gpus: int, no_memory_left: None) -> Callable[..., dict[str, Any]]:
+    """The same on `gpus`, which has its memory back afterwards."""
+    return partial(failed, gpus=gpus)
 
 
 def faulty(what: str, **settings: object) -> tuple[str, ...]:
@@ -139,22 +152,19 @@ def test_a_hang_of_one_of_two(report: Callable[..., dict[str, Any]], gpus: int, 
     assert found["advice"].startswith("Its stack shows where it is")
 
 
-def test_a_device_assert_of_one_rank_is_reported(two_gpus: int, tmp_path: Path) -> None:
-    pair = (f"trainer.gpus={two_gpus}", "topology.procs_per_node=2", "backend.timeout=20s")
-    done = run_framework(*faulty("index", rank=1, runs_ahead=True), *pair, cwd=tmp_path, timeout=100)
-    assert done.returncode == 1, done.stdout + done.stderr
-    (file,) = tmp_path.glob("outputs/*/*/failure.json")
-    found = json.loads(file.read_text())
+def test_a_device_assert_of_one_rank_is_reported(failed: Callable[..., dict[str, Any]], two_gpus: int) -> None:
+    pair = ("topology.procs_per_node=2", "backend.timeout=20s")
+    found = failed(*faulty("index", rank=1, runs_ahead=True), *pair, gpus=two_gpus)
     assert found["first"]["rank"] == 1
     assert_index_out_of_range(found, gpus=two_gpus)
 
 
 @pytest.mark.parametrize("what", ["SIGKILL", "sleep"])
-def test_one_of_two_ranks_with_a_gpu_each(two_gpus: int, tmp_path: Path, what: str) -> None:
+def test_one_of_two_ranks_with_a_gpu_each(
+    failed: Callable[..., dict[str, Any]], two_gpus: int, tmp_path: Path, what: str
+) -> None:
     """During NCCL: the other one waits in its all-reduce, or finds its peer gone."""
     trouble.write_recipe(tmp_path, Fault(what, rank=1, phase="forward", step=3))
-    pair = (f"trainer.gpus={two_gpus}", "topology.procs_per_node=2", "backend.timeout=5s")
-    done = run_framework("recipe=trouble", *pair, cwd=tmp_path, timeout=100)
-    assert done.returncode == 1, done.stdout + done.stderr
-    first = json.loads((trouble.run_dir(tmp_path) / "failure.json").read_text())["first"]
+    pair = ("topology.procs_per_node=2", "backend.timeout=5s")
+    first = failed("recipe=trouble", *pair, gpus=two_gpus)["first"]
     assert (first["rank"], first["kind"]) == (1, "signal" if what == "SIGKILL" else "hung")
