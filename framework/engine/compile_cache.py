@@ -67,9 +67,9 @@ def compile_cache_folder(device: torch.device) -> Path:
     if folder is None:
         first, second = private_places(_NAME)
         raise ConfigError(
-            f"trainer.compile keeps compiled code, but neither {first} nor {second} is a folder that this user alone can "
-            "write, with no space in its path and 100 MB free.\nSet XDG_CACHE_HOME to a folder of yours, or TORCHINDUCTOR_CACHE_DIR for "
-            "compiled code alone."
+            f"trainer.compile keeps compiled code, but neither {first} nor {second} is a folder that this user alone "
+            "can write, with no space in its path and 100 MB free.\nSet XDG_CACHE_HOME to a folder of yours, or "
+            "TORCHINDUCTOR_CACHE_DIR for compiled code alone."
         )
     build = [torch.__version__, torch.version.git_version, sys.implementation.cache_tag, *_triton()]
     key = "\n".join([*build, _cpu(), accelerator_name(device)])
