@@ -445,7 +445,13 @@ def sample_of(row: int, info: MicroBatchInfo) -> Sample:
 def _length(batch: Mapping[str, Any], row: int) -> int | None:
     """Return the length of a padded sequence, if the batch tells it: see `lengths_of`."""
     for entry in batch.values():
-        return int(entry[row].sum())
+        if entry.ndim not in (1, 2) or row >= len(entry):
+            # One mask for all samples, or one for each pair of places.
+            continue
+        length = float(entry[row].sum())
+        # A mask that is added to attention's scores has -inf, or a large negative number, for padding.
+        if math.isfinite(length) and length >= 0:
+            return int(length)
     return None
 
 

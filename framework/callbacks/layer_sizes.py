@@ -288,9 +288,12 @@ class LayerSizes:
         return torch._C._current_graph_task_id() == -1
 
     def _measure_all(self, tree: Any, kind: Kind, layer: str, layer_type: str) -> None:
-        """Measure the tensors that a module gets or returns, and have their gradients measured."""
+        """Measure the tensors that a module gets or returns, and have their gradients measured.
+
+        Parameters are measured as such, and a hook on one would stay after the step.
+        """
         for tensor in tree_leaves(tree):
-            if not _is_measurable(tensor):
+            if not _is_measurable(tensor) or isinstance(tensor, nn.Parameter):
                 continue
             known = self._known(tensor)
             if known is not None:

@@ -17,6 +17,7 @@ from framework.monitoring.slow_ranks import SlowRank
 from framework.remote.place import display_place
 from framework.runs.compare import NO_CODE, cell, compare_origins
 from framework.runs.profile import profile_tables
+from framework.runs.segments import SEGMENTS
 from framework.system.formatting import display_path, format_count, format_facts, format_table
 from framework.system.run_dir import RunDir, read_object
 
@@ -72,6 +73,8 @@ def training_summary(config: Config, run_dir: RunDir, status: int) -> str:
     lines = [""]
     if status in (0, EXIT_STOPPED):
         lines.append(_how_it_ended(config.recipe, results, status))
+        if status == 0:
+            lines += _nothing_trained(record)
         lines += _metrics_by_step(results)
         if results.get("slow_ranks"):
             lines.append(f"  {SlowRank(**results['slow_ranks'][0])}")
@@ -140,6 +143,19 @@ def _how_it_ended(recipe: str, results: Mapping[str, Any], status: int) -> str:
         return f"Stopped {recipe} {ended_by.removeprefix('stopped ')} after step {steps:,}, which is saved"
     seconds = results.get("seconds", 0.0)
     return f"Finished {recipe} after {format_count(steps, 'step')} in {seconds:.1f} s ({ended_by})"
+
+
+def _nothing_trained(record: Mapping[str, Any]) -> list[str]:
+    """Return a line if the run was resumed, or branched off, at the step at which it ends."""
+    results = record["results"]
+    begun = record[SEGMENTS][-1]["step"]
+    if begun == 0 or results["steps"] != begun:
+        return []
+    line = f"  No step was trained: the run had made {format_count(begun, 'step')} when this command began"
+    ended_by = results["ended_by"]
+    if ended_by.startswith("trainer."):
+        line += f". To go on, type a larger {ended_by.removesuffix(' reached')}"
+    return [line]
 
 
 def _metrics_by_step(results: Mapping[str, Any]) -> list[str]:

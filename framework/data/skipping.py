@@ -115,6 +115,51 @@ def number_of_step(wanted: int, *, step: int, skipped: int, passed: Collection[i
     return next(islice(numbers, wanted - step - 1, None))
 
 
+class LateChange(NamedTuple):
+    """A change of `data.skip_steps` or `data.defer_steps` that comes too late: the run has passed that step."""
+
+    key: str
+    # As a command has them.
+    before: str
+    now: str
+    # The first number that was added or left out too late.
+    number: int
+    # The last step of the run before it.
+    last_step: int
+
+
+def late_changes(
+    before: Mapping[str, Any], now: DataConfig, *, step: int, rolled_back: Collection[int] = ()
+) -> list[LateChange]:
+    """Return what has changed for steps that a run has passed after `step` steps.
+
+    Args:
+        before: the section `data` of the run so far.
+        now: the one with which it continues.
+        rolled_back: other numbers whose samples the run has left out.
+    """
+    if step == 0:
+        return []
+    passed = {*before.get("skip_steps", ()), *rolled_back}
+    last = number_of_step(step, step=0, skipped=0, passed=passed)
+    changes = []
+    for key in ("skip_steps", "defer_steps"):
+        numbers_before = before.get(key, ())
+        numbers_now = getattr(now, key)
+        changed = {*numbers_before} ^ {*numbers_now}
+        late = [number for number in changed.difference(rolled_back) if number <= last]
+        if late:
+            first = min(late)
+            passed_before = [number for number in passed if number < first]
+            last_step = first - 1 - len(passed_before)
+            changes.append(LateChange(key, _typed(numbers_before), _typed(numbers_now), first, last_step))
+    return changes
+
+
+def _typed(numbers: Iterable[int]) -> str:
+    return f"[{','.join(map(str, numbers))}]"
+
+
 class Part(NamedTuple):
     """Global batches that follow each other in the epoch's order, and are trained one after the other."""
 

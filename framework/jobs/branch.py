@@ -30,13 +30,13 @@ from framework.checkpoint.layout import LAST, step_name
 from framework.command.mirroring import make_local_outputs
 from framework.command.request import JobResult, Request
 from framework.config.nested import flatten, is_equal
-from framework.config.overrides import key_of, merge_overrides
+from framework.config.overrides import key_of, merge_overrides, path_argument
 from framework.config.parse import parse
 from framework.config.saved import objects_of
 from framework.config.schema import BranchConfig, Config
 from framework.config.secrets import Secrets
 from framework.config.values import show
-from framework.data.skipping import number_of_step
+from framework.data.skipping import late_changes, number_of_step
 from framework.errors import ConfigError
 from framework.jobs.replay.training import Start, announcement, find_start, last_step, replay
 from framework.jobs.train import Train
@@ -79,6 +79,7 @@ class Branch(Train):
         step = int(config.step or 0)
         # The checkpoint of this step, or the newest one before it.
         start = find_start(record.run_dir, step=step + 1)
+        _check_skips(request, record, step=step)
         request = _skipping(_without_rolled_back(request, record), record)
         changed = _changed_keys(request, record.run_dir, step=step)
 
@@ -119,6 +120,25 @@ def _record(config: Config) -> RunRecord:
     return record
 
 
+def _check_skips(request: Request, record: RunRecord, *, step: int) -> None:
+    """Raise ConfigError if `data.skip_steps` or `defer_steps` changes for a step that comes before the branch."""
+    data = request.config.data
+    before = segment_at(record.run_dir, step + 1).config["data"]
+    for change in late_changes(before, data, step=step, rolled_back=rolled_back_steps(record.facts)):
+        raise ConfigError(
+            f"data.{change.key}={change.now} (it was {change.before}): the new run continues after step={step}, so "
+            f"what is trained on in step {change.number:,} can't change any more. "
+            f"{_begin_earlier(record, step=change.last_step, skips=f'data.{change.key}={change.now}')}"
+        )
+
+
+def _begin_earlier(record: RunRecord, *, step: int, skips: str) -> str:
+    """Return what to type so that the new run begins early enough. skips: what is typed where no branch is needed."""
+    if step > 0:
+        return f"Use step={step}, or an earlier one."
+    return f"To begin at the first step: python -m framework {path_argument('rerun', record.run)} {skips}"
+
+
 def _without_rolled_back(request: Request, record: RunRecord) -> Request:
     """Return the request that leaves out the samples which the other run has left out since a rollback."""
     data = request.config.data
@@ -145,8 +165,8 @@ def _skipping(request: Request, record: RunRecord) -> Request:
     first = min(config.skip)
     if first <= step:
         raise ConfigError(
-            f"skip={show(list(config.skip))}: step {first} isn't after step={step}, from which the new run "
-            f"continues. Use step={first - 1}, or an earlier one."
+            f"skip={show(list(config.skip))}: step {first} isn't after step={step}, from which the new run continues. "
+            f"{_begin_earlier(record, step=first - 1, skips=f'data.skip_steps=[{first}]')}"
         )
     if config.data.defer_steps and min(config.data.defer_steps) <= max(config.skip):
         raise ConfigError(

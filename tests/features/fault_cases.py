@@ -140,6 +140,30 @@ class Masked(nn.Module):
         return out
 
 
+class Query(nn.Module):
+    """As many rows as a micro-batch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(20, 10))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Queried(nn.Module):
+    """One of its modules returns its parameter, on which nobody may leave hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = Query()
+        self.net = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.query.weight._backward_hooks
+        return self.net(x + self.query())
+
+
 class Dropped(nn.Module):
     """A network whose dropout has a seed of its own."""
 

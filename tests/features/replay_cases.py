@@ -24,7 +24,9 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         self.x = torch.randn(SIZE, 8, generator=torch.Generator().manual_seed(0))
         if bad:
             self.x[BAD_SAMPLE] = torch.inf
-        self.names = [f"point_{number}.png" for number in range(SIZE)]
+        # Of something else than the samples.
+        self.names = [f"class {number}" for number in range(2 * SIZE)]
+        self.files = [f"point_{number}.png" for number in range(SIZE)]
 
     def __len__(self) -> int:
         return SIZE
@@ -35,6 +37,9 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    # Not of single samples.
+    files = tuple(f"shard_{number}.tar" for number in range(SIZE))
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         points = Points()
         for index in range(SIZE):

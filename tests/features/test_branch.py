@@ -205,6 +205,8 @@ def test_a_branch_can_be_rerun_and_resumed_by_its_own_commands(train, whole_run)
 WRONG = (
     (("step=20", "skip=[41]"), "has made 40 steps, as far as its records show, and these are steps of it"),
     (("step=20", "skip=[20]"), "step 20 isn't after step=20, from which the new run continues. Use step=19"),
+    (("step=1", "skip=[1]"), "To begin at the first step: python -m framework rerun="),
+    (("step=20", "data.skip_steps=[7]"), "in step 7 can't change any more. Use step=6, or an earlier one."),
     (("step=99",), "has made 40 steps, as far as its records show. Use step=40."),
     ((), "job=branch needs step"),
     (

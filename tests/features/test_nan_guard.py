@@ -112,6 +112,11 @@ def explanation(run_dir: Any) -> str:
             id="before a BatchNorm",
         ),
         pytest.param(
+            (f"model._target_={CASES}.Queried", *poisoned(130)),
+            "step 7, rank 0: `batch[0]` is NaN for sample 130.",
+            id="a module that returns its parameter",
+        ),
+        pytest.param(
             (*ACCUMULATED, *poisoned(133)),
             "step 7, rank 0: `batch[0]` is NaN for sample 133.",
             id="accumulated",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,3 +101,34 @@ def test_wrong_steps_are_refused(train: Train, capsys: pytest.CaptureFixture[str
     assert "a list of steps such as [120,121], counted from 1" in capsys.readouterr().err
     train(*SHORT, "data.skip_steps=[3,4]", "data.defer_steps=[4]", status=2)
     assert "both have 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["skip_steps", "defer_steps"])
+def test_a_step_that_was_trained_cannot_be_skipped(
+    train: Train, whole_run: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    """The message's command is one that can be typed."""
+    steps = [3, 4, 17] if key == "skip_steps" else [4, 14]
+    change = f"data.{key}={steps}".replace(" ", "")
+    train(f"resume={whole_run}", change, "trainer.max_epochs=4", status=2)
+    advice = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "job=branch" in advice
+    branch = shlex.split(advice.partition("python -m framework ")[2])
+    made = train(*branch, "trainer.max_steps=5")
+    assert results.results(made)["steps"] == 5
+
+
+def test_a_step_is_left_out_for_good(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps behind the checkpoint that is named may change, and those that stay the same."""
+    run = train(*SHORT, "trainer.max_epochs=1", "data.skip_steps=[1,3]", "checkpoint.every_n_steps=1")
+    train(f"resume={run}", "data.skip_steps=[3]", "trainer.max_epochs=2", status=2)
+    assert "python -m framework rerun=" in capsys.readouterr().err
+    train(f"resume={run}", "data.skip_steps=[1,3,8]", "trainer.max_epochs=2")
+    assert [entry["step"] for entry in results.run_file(run)["skipped"]] == [1, 3, 8]
+
+
+def test_a_run_that_has_ended_says_that_nothing_is_trained(
+    train: Train, whole_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("job=branch", f"run={whole_run}", "step=15")
+    assert "No step was trained: the run had made 15 steps when this command began" in capsys.readouterr().out

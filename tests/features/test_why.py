@@ -139,6 +139,21 @@ def test_a_wrong_value_of_a_finite_step_is_found(train, why, named):
     assert facts(answer, "step", "direction", "layer", "samples", "cause") == wanted
 
 
+def test_a_branch_is_repeated_from_where_it_begins(train, why, capfd):
+    """It has no earlier checkpoint, and its run has none at that step."""
+    run = train(*RUN, *fault("activation", step=14, layer="net1", value=100.0))
+    made = train("job=branch", f"run={run}", "step=12", "optimizer.lr=0.002")
+    answer = why(f"run={made}", "why.step=14")
+    assert facts(answer, "step", "layer", "samples") == (14, "net1", [263])
+    answer = why(f"runs=[{run},{made}]")
+    assert (answer["difference"]["step"], answer["difference"]["place"]["direction"]) == (13, "update")
+    assert [repeated["from_step"] for repeated in answer["repeated"]] == [10, 12]
+
+    ended = train("job=branch", f"run={made}", "step=20", "trainer.max_steps=24")
+    assert compose.main(["job=why", f"runs=[{made},{ended}]"]) == 2
+    assert "there is no step after it in both runs" in capfd.readouterr().err
+
+
 CONTRAST = (
     f"model._target_={CASES}.Embedding",
     f"task._target_={CASES}.Contrast",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from framework.distributed.context import Context
@@ -275,7 +275,8 @@ class _Modules:
         gradients = self._gradients.setdefault(passed.module, Values())
         for tensor in passed.tensors:
             activations.add(tensor)
-            if tensor.requires_grad:
+            # A hook on a parameter, which is recorded as such, would stay after the step.
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 # Unlike a module's backward hook, this changes nothing in the graph.
                 tensor.register_hook(gradients.add)
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from framework.command.job import Job
 from framework.command.request import JobResult, Request
+from framework.config.overrides import path_argument
 from framework.config.schema import Config
 from framework.errors import ConfigError
 from framework.jobs.replay.changes import changes_since
@@ -109,9 +110,9 @@ def _of_one(request: Request, record: RunRecord, *, folder: Path) -> dict[str, A
     settings = request.config.why
     first, last = _steps(record, step=settings.step, metric=settings.metric)
     is_nonfinite = first is None
-    start = start_before(record, (first or last) - _BEFORE)
+    start = start_before(record, (first or last) - _BEFORE, until=first or last)
     if is_nonfinite:
-        start = start_before(record, last)
+        start = start_before(record, last, until=last)
     watch = fault_watch(first=first, last=last)
     if is_nonfinite:
         watch = fault_watch()
@@ -125,13 +126,14 @@ def _of_one(request: Request, record: RunRecord, *, folder: Path) -> dict[str, A
         # It may only show what an earlier step has done.
         is_early = fault is not None and fault["step"] <= start.step + 2
         is_consequence = is_early or any(rank["weights_leap"] for rank in repeated.ranks)
-        if not is_consequence or start.step == 0:
+        earlier = start_before(record, start.step, until=last)
+        if not is_consequence or earlier.step == start.step:
             break
-        start = start_before(record, start.step)
+        start = earlier
 
     if fault is not None and _needs_samples(fault):
         # The place is known, and what tells the samples apart takes a look before the step.
-        start = start_before(record, fault["step"])
+        start = start_before(record, fault["step"], until=fault["step"])
         looking = sample_search(fault)
         place = folder / "training_samples"
         repeated = repeat(request, record, start, until=fault["step"], callback=looking, folder=place)
@@ -163,10 +165,13 @@ def _steps(record: RunRecord, *, step: int | None, metric: str | None) -> tuple[
     failure = read_object(record.run_dir.path / "failure.json") or {}
     first = failure.get("first") or {}
     if "NotFiniteError" not in str(first.get("traceback")):
-        raise ConfigError(
-            f"{record.run} didn't end because a loss or weight wasn't finite. Name what to look into: why.step=N, or "
-            "why.metric=train/loss for the step in which it leaps."
-        )
+        advice = "Name what to look into: why.step=N, or why.metric=train/loss for the step in which it leaps."
+        if first.get("exception") is not None:
+            reason = str(first["exception"]).splitlines()[0].rstrip(".")
+            step = int(first["step"]) + 1
+            run = path_argument("run", record.run)
+            advice = f"It failed: {reason}.\nTo see that step: python -m framework job=replay {run} step={step}"
+        raise ConfigError(f"{record.run} didn't end because a loss or weight wasn't finite. {advice}")
     return None, int(first["step"])
 
 
@@ -234,7 +239,7 @@ def _text(
         largest = repeated.ranks[0]["largest"]
         lines.append(f"Nothing stands out in step {repeated.ranks[0]['step']:,}, compared with the steps before.")
         if largest is not None:
-            place = f"{largest['kind']} of {largest['layer'] or 'the model'} ({largest['direction']})"
-            lines.append(f"Most: {place}, {largest['factor']:.3g} times the largest of them.")
+            place = f"the {largest['kind']} of {largest['layer'] or 'the model'} in the {largest['direction']}"
+            lines.append(f"Farthest from them is {place}: {largest['factor']:.3g} times as large as in any of them.")
     lines += [f"Changed since the run: {change}" for change in changes]
     return "\n".join(lines)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from framework.checkpoint import complete_steps
 from framework.command.request import JobResult, Request
 from framework.config.parse import parse
 from framework.config.schema import Config, Node
 from framework.errors import RunError
 from framework.jobs.replay.training import Start, announcement, find_start, replay
 from framework.runs.record import RunRecord
-from framework.runs.segments import segment_at
+from framework.runs.segments import checkpoint_before, segment_at
 from framework.system.formatting import display_path
 from framework.system.run_dir import read_object
 from framework.system.shown_text import shown
@@ -54,9 +55,19 @@ def trace() -> Node:
     return {"_target_": _TRACE}
 
 
-def start_before(record: RunRecord, step: int) -> Start:
-    """Return the newest checkpoint from which step `step` can be repeated."""
-    return find_start(record.run_dir, step=max(1, step))
+def start_before(record: RunRecord, step: int, *, until: int) -> Start:
+    """Return the newest checkpoint from which step `step` can be repeated.
+
+    A branch of another run can't be repeated from before its own checkpoints: then it is the oldest one from which step
+    `until` can be.
+    """
+    step = max(1, step)
+    if "branch_of" in record.facts and checkpoint_before(record.run_dir, step - 1) is None:
+        for number in sorted(complete_steps(record.run_dir.checkpoints)):
+            checkpoint = checkpoint_before(record.run_dir, number)
+            if checkpoint is not None and number < until:
+                return Start(checkpoint, number)
+    return find_start(record.run_dir, step=step)
 
 
 def repeat(request: Request, record: RunRecord, start: Start, *, until: int, callback: Node, folder: Path) -> Repeated:

@@ -52,7 +52,7 @@ def compare_two(request: Request, *, folder: Path) -> dict[str, Any]:
     if logged is not None:
         until = min(until, logged["step"])
     equal_until = 0 if logged is None else logged["equal_until"]
-    starts = _common_starts(records, equal_until + 1)
+    starts = _common_starts(records, equal_until + 1, until=until)
 
     while True:
         repetitions = []
@@ -61,10 +61,11 @@ def compare_two(request: Request, *, folder: Path) -> dict[str, Any]:
             repetitions.append(repeat(request, record, start, until=until, callback=trace(), folder=place))
         difference = _first_difference(repetitions)
         is_at_start = difference is not None and difference["step"] <= starts[0].step
-        if not is_at_start or starts[0].step == 0:
+        earlier = _common_starts(records, starts[0].step, until=until)
+        if not is_at_start or earlier == starts:
             break
         # They differed before.
-        starts = _common_starts(records, starts[0].step)
+        starts = earlier
 
     if difference is None and logged is not None:
         difference = {"what": "logged", "step": logged["step"]}
@@ -132,25 +133,49 @@ def _logged(record: RunRecord) -> dict[int, dict[str, Any]]:
     return {step: of_step for step, of_step in sorted(values.items()) if of_step}
 
 
-def _common_starts(records: Sequence[RunRecord], step: int) -> list[Start]:
-    """Return a checkpoint of the same step of each run, before `step`; from scratch if they have none."""
-    starts = [start_before(record, step) for record in records]
+def _common_starts(records: Sequence[RunRecord], step: int, *, until: int) -> list[Start]:
+    """Return a checkpoint of the same step of each run, before `step`; from scratch if they have none.
+
+    If one of them is a branch that has none so early, the steps differ. Raises ConfigError if no step up to `until` is
+    in both runs.
+    """
+    for record in records:
+        branch = record.facts.get("branch_of")
+        if branch is None:
+            continue
+        if branch["step"] >= until:
+            raise ConfigError(
+                f"{record.run} begins after step {branch['step']:,} of {branch['run']}, and there is no step after it "
+                "in both runs. job=compare shows their results."
+            )
+        step = max(step, branch["step"] + 1)
+    starts = [start_before(record, step, until=until) for record in records]
     while starts[0].step != starts[1].step:
         earliest = min(start.step for start in starts)
-        starts = [start_before(record, earliest + 1) for record in records]
+        earlier = [start_before(record, earliest + 1, until=until) for record in records]
+        if earlier == starts:
+            break
+        starts = earlier
     return starts
 
 
 def _first_difference(repetitions: Sequence[Repeated]) -> dict[str, Any] | None:
     """Return the first step in which what was repeated differs, and where; None if nothing differs."""
-    ranks = [repeated.ranks for repeated in repetitions]
-    num_ranks = [len(of_run) for of_run in ranks]
-    for steps in zip(*(rank["steps"] for of_run in ranks for rank in of_run), strict=False):
-        of_runs = [steps[: num_ranks[0]], steps[num_ranks[0] :]]
-        difference = _of_step(of_runs)
+    of_runs = [[_by_step(rank) for rank in repeated.ranks] for repeated in repetitions]
+    begun = [repeated.start.step for repeated in repetitions]
+    steps = of_runs[0][0].keys() & of_runs[1][0].keys()
+    if begun[0] != begun[1]:
+        # What one run began with is no step of it.
+        steps -= {*begun}
+    for step in sorted(steps):
+        difference = _of_step([[rank[step] for rank in of_run if step in rank] for of_run in of_runs])
         if difference is not None:
-            return {"step": steps[0]["step"], **difference}
+            return {"step": step, **difference}
     return None
+
+
+def _by_step(rank: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    return {step["step"]: step for step in rank["steps"]}
 
 
 def _of_step(of_runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | None:
