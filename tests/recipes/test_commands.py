@@ -69,10 +69,13 @@ def test_the_default_recipe_learns_and_tests_its_best(default: Run) -> None:
         assert found[part]["metrics"]["val/accuracy"] == accuracies[found[part]["step"]]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("pipeline", marks=pytest.mark.exhaustive)])
+PIPELINE = "recipe=toy_model_parallel topology=single_node strategy=pipeline"
+
+
+@pytest.mark.parametrize("strategy", ["recipe=toy strategy=fsdp", pytest.param(PIPELINE, marks=pytest.mark.exhaustive)])
 def test_strategies_whose_modules_nothing_has_loaded_before(strategy: str, tmp_path: Path) -> None:
-    overrides = ("recipe=digits", f"strategy={strategy}", "trainer.gpus=0", "topology.procs_per_node=2")
-    result = run_framework(*overrides, "trainer.max_steps=2", cwd=tmp_path, timeout=110)
+    short = ("trainer.gpus=0", "topology.procs_per_node=2", "trainer.max_steps=2")
+    result = run_framework(*strategy.split(), *short, cwd=tmp_path, timeout=110)
     assert result.returncode == 0, result.stderr
 
 
