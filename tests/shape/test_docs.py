@@ -63,6 +63,23 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """What jobs were asked to do; none of them does anything."""
     asked: list[Request] = []
+    note_jobs(asked, monkeypatch)
+    note_trials(asked, monkeypatch)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def default() -> Request:
+    """What the command without arguments asks for."""
+    asked: list[Request] = []
+    with pytest.MonkeyPatch.context() as patch:
+        note_jobs(asked, patch)
+        assert compose.main([]) == 0
+    return asked[0]
+
+
+def note_jobs(asked: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note the requests of jobs instead of doing them."""
 
     def note(_: Job, request: Request) -> JobResult:
         asked.append(request)
@@ -72,8 +89,6 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     monkeypatch.setattr(Job, "run", note)
     for job in (*JOBS.values(), FUNCTION):
         monkeypatch.setattr(pkgutil.resolve_name(job.path), "run", note)
-    note_trials(asked, monkeypatch)
-    return asked
 
 
 def note_trials(asked: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +117,9 @@ def test_the_readme_shows_commands() -> None:
 @pytest.mark.usefixtures("own_state")
 @pytest.mark.parametrize("command", TRIED, ids=lambda command: f"{command.place}: {command.text}")
 def test_a_shown_command_composes_and_fits_its_targets(
-    command: Command, shown: Path, requests: list[Request], capsys: pytest.CaptureFixture[str]
+    command: Command, default: Request, shown: Path, requests: list[Request], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = compose.main([*command.concrete, *_stand_ins(command, requests, folder=shown)])
+    status = compose.main([*command.concrete, *_stand_ins(command, default, folder=shown)])
     assert status == 0, capsys.readouterr().err
     if ONLY_ANSWERS & set(command.arguments):
         assert capsys.readouterr().out.strip()
@@ -115,7 +130,7 @@ def test_a_shown_command_composes_and_fits_its_targets(
         check_targets(request.config)
 
 
-def _stand_ins(command: Command, requests: list[Request], *, folder: Path) -> list[str]:
+def _stand_ins(command: Command, default: Request, *, folder: Path) -> list[str]:
     """For runs and checkpoints that only the reader has, one that wasn't trained; other placeholders go."""
     keys = {argument.partition("=")[0] for argument in command.placeholders}
     if not keys & {"run", "runs", "checkpoint.path"}:
@@ -123,9 +138,7 @@ def _stand_ins(command: Command, requests: list[Request], *, folder: Path) -> li
     run_dir = create_run_dir(folder / "outputs" / "stand-in")
     if "runs" in keys:
         return [f"runs=[{run_dir.path},outputs]"]
-    assert compose.main([]) == 0
-    request = requests.pop()
-    save_config(run_dir, raw=request.raw, overrides=request.overrides)
+    save_config(run_dir, raw=default.raw, overrides=default.overrides)
     if "run" in keys:
         return [f"run={run_dir.path}"]
     state: dict[str, Any] = {"model": {}, "training": {}, "generators": []}
