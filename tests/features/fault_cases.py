@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,23 @@ class KilledOnce(Callback):
         if not self._file.exists():
             self._file.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Interrupted(Callback):
+    """Gets a Ctrl-C in a step, once, if the file is there. The steps after it are slow, until the command acts."""
+
+    def __init__(self, file: str, step: int) -> None:
+        self._file = Path(file)
+        self._step = step
+        self._is_interrupted = False
+
+    def on_train_step_end(self, info: StepInfo) -> None:
+        if self._is_interrupted:
+            time.sleep(1.0)
+        if info.step == self._step and self._file.exists():
+            self._file.unlink()
+            self._is_interrupted = True
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def two_targets(index: int, value: float) -> Datasets:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import results
+from tests.helpers.internals import compose
 
 SHORT = (
     "recipe=toy",
@@ -192,6 +193,22 @@ def test_a_branch_that_is_killed_resumes_exactly(train, whole_run, step):
     wanted = branch(train, whole_run, 17, *changes)
     results.assert_same(results.weights(made), results.weights(wanted))
     assert results.curve(made, "train/loss") == results.curve(wanted, "train/loss")
+
+
+def test_a_ctrl_c_while_steps_are_repeated_leaves_no_run(train, fork_server, tmp_path, monkeypatch, capfd):
+    file = tmp_path / "interrupt"
+    interrupted = (
+        "+callbacks.interrupt._target_=tests.features.fault_cases.Interrupted",
+        "+callbacks.interrupt.step=3",
+    )
+    run = train(
+        *SHORT, *interrupted, f"+callbacks.interrupt.file={file}", "checkpoint.every_n_steps=20", "trainer.max_steps=20"
+    )
+    file.touch()
+    monkeypatch.chdir(tmp_path)
+    assert compose.main(["job=branch", f"run={run}", "step=18"], fork_server=fork_server) == 130
+    assert "Nothing to resume; rerun the command." in capfd.readouterr().err
+    assert list((tmp_path / "outputs").glob("toy/*")) == [run]
 
 
 def test_a_branch_can_be_rerun_and_resumed_by_its_own_commands(train, whole_run):

@@ -11,6 +11,7 @@ to metrics.jsonl there, and nothing to the run and its trackers. It saves no che
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from framework.config.schema import Config, Node
 from framework.config.topology import Topology
 from framework.data.batching import plan_steps
 from framework.data.skipping import with_skipped_steps
-from framework.errors import ConfigError
+from framework.errors import EXIT_STOPPED, ConfigError
 from framework.jobs.train import Train
 from framework.runs.record import RunRecord
 from framework.runs.segments import Segment, checkpoint_before, segment_at
@@ -152,6 +153,7 @@ def replay(
 
     Raises:
         FrameworkError: a request that can't be met.
+        KeyboardInterrupt: on a signal to stop.
     """
     run_dir = RunDir(Path(str(request.config.run)))
     in_force = segment_at(run_dir, int(request.config.step or until))
@@ -173,6 +175,10 @@ def replay(
             name = _DIRECTORY if is_last else f"{_DIRECTORY}_to_{leg.until}"
             training = replace(training, sub_run=folder / name)
         result = ReplayTraining().run(training)
+        if result.status == EXIT_STOPPED:
+            # A training that saves a checkpoint stops at the end of a step. This one is none that can be resumed.
+            print("Nothing to resume; rerun the command.", file=sys.stderr, flush=True)
+            raise KeyboardInterrupt
         if result.status != 0 or result.run_dir is None:
             break
         checkpoint = result.run_dir.checkpoints / step_name(leg.until)

@@ -239,7 +239,20 @@ def _text(
         largest = repeated.ranks[0]["largest"]
         lines.append(f"Nothing stands out in step {repeated.ranks[0]['step']:,}, compared with the steps before.")
         if largest is not None:
-            place = f"the {largest['kind']} of {largest['layer'] or 'the model'} in the {largest['direction']}"
-            lines.append(f"Farthest from them is {place}: {largest['factor']:.3g} times as large as in any of them.")
+            factor = largest["factor"]
+            lines.append(f"Farthest from them is {_place(largest)}: {factor:.3g} times as large as in any of them.")
     lines += [f"Changed since the run: {change}" for change in changes]
     return "\n".join(lines)
+
+
+def _place(largest: Mapping[str, Any]) -> str:
+    """Return what was measured, in words."""
+    layer = largest["layer"] or "the model"
+    place = f"the {largest['kind']} of {layer}"
+    if largest["kind"] in ("batch", "parameter"):
+        place = layer
+    if largest["kind"] == "loss":
+        place = "the loss"
+    if largest["direction"] == "backward":
+        return f"the gradient of {place}"
+    return place
