@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from framework.callbacks.time_shares import PhaseMark, Span, steps_seconds, time_shares, top_operators
 from framework.distributed.collectives import gather_to_first
 from framework.distributed.context import Context
-from framework.distributed.sharded import local_tensor
+from framework.distributed.storages import storages
 from framework.system.rank_log import warn
 from framework.system.run_dir import RunDir
 from framework.types import Callback, FitInfo, StepInfo
@@ -241,9 +241,12 @@ class TorchProfiler(Callback):
                 tensors.append(tensor.grad)
         for state in self._optimizer.state.values():
             tensors += [value for value in tree_leaves(state) if isinstance(value, Tensor)]
-        storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
         # A tied weight is there once.
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        sizes = {}
+        for tensor in tensors:
+            for storage in storages(tensor):
+                sizes[storage.data_ptr()] = storage.nbytes()
+        return sum(sizes.values())
 
     def _unprofiled_step_s(self) -> float | None:
         """Return how long a step takes without the profiler; None without enough steps before it.

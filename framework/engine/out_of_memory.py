@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from framework.distributed.sharded import local_tensor
-from framework.launch.error_record import text_of
+from framework.distributed.storages import storages
+from framework.launch.error_record import error_chain, text_of
 from framework.monitoring.failure import OUT_OF_MEMORY
 from framework.system.rank_log import warn
 from framework.training.trainer import Trainer
@@ -32,15 +32,16 @@ class _Entry(NamedTuple):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if the error or a cause of it is an out-of-memory error: torch's, Python's, or an allocator's."""
-    while error is not None:
+    """Return True if the error or one that led to it is for lack of memory: torch's, Python's, or an allocator's."""
+    if error is None:
+        return False
+    for link in error_chain(error):
         # A user's exception may raise when it is asked for its class or its text.
-        kind = type(error)
+        kind = type(link)
         if issubclass(kind, (torch.OutOfMemoryError, MemoryError)):
             return True
-        if issubclass(kind, RuntimeError) and OUT_OF_MEMORY.search(text_of(error)):
+        if issubclass(kind, RuntimeError) and OUT_OF_MEMORY.search(text_of(link)):
             return True
-        error = error.__cause__
     return False
 
 
@@ -104,19 +105,19 @@ def _entries(trainer: Trainer) -> Iterator[_Entry]:
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         module = name.rpartition(".")[0]
         modules[weight] = module
-        yield _entry("weights", module, weight)
+        yield from _entries_of("weights", module, weight)
         if weight.grad is not None:
-            yield _entry("gradients", module, weight.grad)
+            yield from _entries_of("gradients", module, weight.grad)
     for optimizer in trainer.state.optimizers:
         for weight, state in optimizer.state.items():
             for value in tree_leaves(state):
                 if isinstance(value, Tensor):
-                    yield _entry("optimizer", modules.get(weight, ""), value)
+                    yield from _entries_of("optimizer", modules.get(weight, ""), value)
 
 
-def _entry(category: str, module: str, tensor: Tensor) -> _Entry:
-    storage = local_tensor(tensor).untyped_storage()
-    return _Entry(category, module, storage.data_ptr(), storage.nbytes())
+def _entries_of(category: str, module: str, tensor: Tensor) -> Iterator[_Entry]:
+    for storage in storages(tensor):
+        yield _Entry(category, module, storage.data_ptr(), storage.nbytes())
 
 
 def _nameless_blocks(device: torch.device, known: set[int]) -> Counter[tuple[str, str]]:

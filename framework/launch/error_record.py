@@ -81,10 +81,10 @@ def of_peers(error: BaseException) -> str:
 
     Only these mean that a peer was lost: the user's database may say "connection refused", too.
     """
-    return "\n".join(text_of(link) for link in _chain(error) if _is_of_peers(link))
+    return "\n".join(text_of(link) for link in error_chain(error) if _is_of_peers(link))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def error_chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the error and those that a traceback shows with it."""
     seen: set[int] = set()
     following: BaseException | None = error

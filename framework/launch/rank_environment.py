@@ -7,8 +7,10 @@ import socket
 
 import psutil
 
+from framework.config.schema import LauncherConfig
 from framework.config.topology import Topology
 from framework.distributed.store import LOOPBACK
+from framework.launch.base import launcher_class
 
 _LOOPBACK = ("127.", "localhost")
 # An address for documentation (RFC 5737): only the route to it is looked up.
@@ -32,6 +34,15 @@ def rank_environment(topology: Topology, *, rank: int, host: str, port: int, att
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
     }
+
+
+def become_first_rank(launcher: LauncherConfig, topology: Topology) -> None:
+    """Give this process the variables of rank 0, which the user's code may read, where it only looks at a training.
+
+    A rank in the command's own process has none.
+    """
+    if not launcher_class(launcher).runs_in_command:
+        os.environ.update(rank_environment(topology, rank=0, host=LOOPBACK, port=0))
 
 
 def network_environment(host: str, *, nnodes: int) -> dict[str, str]:

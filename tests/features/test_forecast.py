@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from benchmarks.forecast import CASES, SHARDED_CASES, Case, measuring, read_peak
 from framework import StepOutput
@@ -197,6 +199,35 @@ def test_batches_that_the_model_makes_are_made(forecast):
     found = forecast("recipe=cartpole", "data.datasets.max_moves=20", "task.max_moves=20", "plan.device=this")
     assert "the train part is a framework.Source" in found["notes"][0]
     assert found["memory"]["peak"] > 0
+
+
+class Recurrent(nn.Module):
+    """An LSTM over scaled inputs; the scales have sparse gradients. Reads its rank as other launchers' code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = int(os.environ["RANK"])
+        self.scales = nn.Embedding(10, 1, sparse=True)
+        self.lstm = nn.LSTM(1, 8, batch_first=True)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = self.scales(torch.arange(10))
+        hidden, _ = self.lstm(x[:, :, None] * scales)
+        return self.out(hidden[:, -1])
+
+
+def test_sparse_and_recurrent_layers_are_forecast(forecast):
+    found = forecast("recipe=toy", "trainer.gpus=0", "plan.device=this", f"model._target_={__name__}.Recurrent")
+    (note,) = found["notes"]
+    assert "an LSTM keeps memory whose size only oneDNN knows" in note
+    num_parameters = 4 * 8 * (1 + 8) + 2 * 4 * 8 + 8 * 5 + 5
+    assert found["memory"]["categories"]["weights"] >= 4 * num_parameters
+
+
+def test_an_optimizer_whose_state_grows_has_a_note(forecast):
+    found = forecast("recipe=toy", "trainer.gpus=0", "plan.device=this", "optimizer=lbfgs")
+    assert "The optimizer's state isn't known before training, so the peak may be much higher." in found["notes"]
 
 
 def test_a_pipeline_has_no_forecast(forecast):

@@ -85,7 +85,8 @@ def test_the_summary_tells_what_each_rank_spends_its_time_on(train, tmp_path, ca
 
 SLEEPY = """
 import time
-from recipes.toy import toy_regression
+import torch
+from recipes.toy import ToyModel, toy_regression
 from framework import Datasets
 
 class Sleepy:
@@ -96,17 +97,24 @@ class Sleepy:
         return self.data[index]
 
 def datasets(num_samples, seed): return Datasets(train=Sleepy())
+
+class Graph(ToyModel):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("neighbours", torch.eye(10).to_sparse())
 """
 
 
 def test_the_summary_tells_that_training_waits_for_data(train, tmp_path):
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     data = ("data.datasets._target_=sleepy.datasets", "data.num_workers=0", "data.global_batch_size=4")
+    model = "model._target_=sleepy.Graph"
     options = ("callbacks=[profiler]", "callbacks.profiler.wait=0", "callbacks.profiler.warmup=0")
-    run_dir = train("recipe=toy", *SHORT, *data, "trainer.max_steps=6", "checkpoint=none", *options)
+    run_dir = train("recipe=toy", *SHORT, *data, model, "trainer.max_steps=6", "checkpoint=none", *options)
     profile = results.run_file(run_dir)["profile"]
     assert (profile["steps"], profile["step_s"]) == ([1, 5], None)
     assert largest(profile["ranks"][0]) == "data"
+    assert profile["peak_bytes"] > 0
 
 
 def shown_bytes(size_bytes):

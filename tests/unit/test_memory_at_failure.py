@@ -102,6 +102,17 @@ def test_a_second_error_hides_no_failure(
     assert memory_at_failure(ERROR, on_gpu, snapshot=tmp_path / "memory.pickle") is None
 
 
+def test_sparse_gradients_are_counted(tmp_path: Path) -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    embedding(torch.tensor([2, 3])).sum().backward()
+    trained = trainer("cpu")
+    trained.state.bare_model = embedding
+    memory = memory_at_failure(ERROR, trained, snapshot=tmp_path / "none")
+    assert memory is not None
+    # Two rows, and their numbers.
+    assert memory["by_category"]["gradients"] == 2 * (4 * 4 + 8)
+
+
 def test_a_cpu_has_what_belongs_to_the_model(tmp_path: Path) -> None:
     wrapped = RuntimeError("mine")
     wrapped.__cause__ = ERROR

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Optimizer
 
-from tests.helpers.internals import Tracer
+from tests.helpers.internals import Tracer, with_workspaces
 
 BATCH = 1_000_000
 WEIGHT_BYTES = 4 * (20 * 30 + 30 * 10)
@@ -87,3 +87,12 @@ def test_gradients_are_known_when_the_optimizer_runs(trace):
     assert live >= kept
     gradients = [block for block in trace.blocks if block.category == "gradients"]
     assert sum(block.size_bytes for block in gradients) == WEIGHT_BYTES
+
+
+def test_an_operator_that_refuses_other_values_has_no_workspace(monkeypatch):
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+    # A sequence of length 0 is refused, so the call can't be made again with zeros.
+    with Tracer(lambda: "forward") as tracer:
+        nn.utils.rnn.pack_padded_sequence(torch.rand(4, 3, 5), torch.tensor([4, 2, 1]))
+    trace = tracer.trace()
+    assert with_workspaces(trace).peak().total_bytes == trace.peak().total_bytes > 0

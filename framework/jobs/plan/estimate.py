@@ -43,6 +43,7 @@ from framework.engine.loaders import with_batch_sizes
 from framework.engine.setup import plan_steps, plan_training
 from framework.engine.state_bytes import average_bytes, checkpoint_bytes, optimizer_bytes, tensor_bytes
 from framework.errors import DataError, describe_error
+from framework.launch.rank_environment import become_first_rank
 from framework.optim.objectives import objectives_of
 from framework.optim.param_groups import ParamGroups
 from framework.remote.place import outputs_folder
@@ -67,6 +68,7 @@ def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
     sys.addaudithook(_refuse_side_effects)
     config = parse(arguments["config"])
     topology = Topology(**arguments["topology"])
+    become_first_rank(config.launcher, topology)
     backend = arguments["backend"]
     estimates = facts(config, topology, backend=backend)
     trace = None
@@ -78,6 +80,9 @@ def estimate(arguments: Mapping[str, Any]) -> dict[str, Any]:
         kept_bytes = memory["averages"] + memory["anchors"] + memory["errors"]
         state_bytes = memory["parameters"] + memory["gradients"] + (memory["optimizer"] or 0)
         values, trace = forecast(config, topology, kept_bytes=kept_bytes, state_bytes=state_bytes)
+        if memory["optimizer"] is None:
+            # LBFGS keeps up to 100 earlier directions, which the first steps don't have.
+            values["notes"].append("The optimizer's state isn't known before training, so the peak may be much higher.")
         values["time"] = None
         if trace is not None:
             from framework.jobs.plan.device_time import device_time

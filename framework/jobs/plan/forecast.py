@@ -11,6 +11,7 @@ from framework.errors import describe_error
 from framework.jobs.plan.devices import find_device
 from framework.jobs.plan.memory import StepMemory
 from framework.jobs.plan.step import prepared_step
+from framework.launch.rank_environment import become_first_rank
 
 
 def forecast_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,6 +25,7 @@ def forecast_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     config = parse(arguments["config"])
     topology = Topology(**arguments["topology"])
+    become_first_rank(config.launcher, topology)
     capacity_bytes = arguments["capacity_bytes"]
     device = find_device("this", uses_gpus=topology.gpus_per_node > 0)._replace(memory_bytes=capacity_bytes)
     notes: list[str] = []

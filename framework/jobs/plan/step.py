@@ -37,7 +37,7 @@ from framework.engine.loaders import make_train_loader, prepare_data
 from framework.engine.setup import RankSetup, plan_training
 from framework.errors import ConfigError
 from framework.jobs.plan.cuda_rules import CudaFunctions
-from framework.jobs.plan.trace import BACKWARD, BATCHES, BUCKETS, FORWARD, UPDATE, Trace, Tracer
+from framework.jobs.plan.trace import BACKWARD, BATCHES, BUCKETS, FORWARD, UPDATE, Trace, Tracer, UnknownMemoryError
 from framework.launch.plan import MonitorLink
 from framework.monitoring.rank_status import RankPhase, RankStatus
 from framework.strategies.base import Strategy
@@ -138,7 +138,7 @@ def trace_step(
         limit_s: the most CPU seconds that both steps may take.
 
     Raises:
-        NeedsValuesError: the step depends on the values of tensors, and `is_fake`.
+        NeedsValuesError: the step depends on the values of tensors, or its memory does, and `is_fake`.
         TimeoutError: it takes longer than `limit_s`.
     """
     if is_fake and not prepared.micro_batches:
@@ -147,6 +147,8 @@ def trace_step(
         return _traced(prepared, is_fake=is_fake, samples=samples, for_cuda=for_cuda, limit_s=limit_s)
     except _NEEDS_VALUES as error:
         raise NeedsValuesError("it reads the values of tensors, as .item() does") from error
+    except UnknownMemoryError as error:
+        raise NeedsValuesError(str(error)) from error
 
 
 def _traced(

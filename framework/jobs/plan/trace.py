@@ -33,11 +33,12 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 from torch.utils.hooks import RemovableHandle
 
+from framework.distributed.storages import storages
 from framework.jobs.plan.calls import Call
 
 # Categories of memory.
@@ -81,6 +82,13 @@ _FLOPS: Final[Mapping[Any, Callable[..., int]]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }
 
+# oneDNN's LSTM: it keeps for the backward what only it knows the size of, and of which a fake tensor has nothing.
+_KEEPS_UNKNOWN: Final = torch.ops.aten.mkldnn_rnn_layer.default
+
+
+class UnknownMemoryError(Exception):
+    """An operator keeps memory whose size isn't known before it runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:
@@ -104,7 +112,7 @@ class Operator:
     recomputed: bool
     # What it takes while it runs, beyond its results.
     workspace_bytes: int = 0
-    # To make it again; None for an operator that stands in for another one.
+    # To make it again; None for one of sparse tensors.
     call: Call | None = None
 
 
@@ -267,7 +275,7 @@ class Tracer(TorchDispatchMode):
         """Set what tensors are, also in nested containers; they are seen from here on if they weren't yet."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
-                for storage in _storages(tensor):
+                for storage in storages(tensor):
                     block = self._track(storage, category)
                     block.category = category
                     if module is not None:
@@ -307,7 +315,7 @@ class Tracer(TorchDispatchMode):
         return None if tracked is None else tracked.block.module
 
     def _find(self, tensor: Tensor) -> _Tracked | None:
-        for storage in _storages(tensor):
+        for storage in storages(tensor):
             if id(storage) in self._tracked:
                 return self._tracked[id(storage)]
         return None
@@ -369,6 +377,8 @@ class Tracer(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and self._phase() == UPDATE and self.is_fake:
             # An optimizer reads how many steps it has made.
             return 1.0
+        if func is _KEEPS_UNKNOWN and self.is_fake:
+            raise UnknownMemoryError("an LSTM keeps memory whose size only oneDNN knows")
         result = func(*args, **kwargs)
         if func.namespace == "prim":
             # It asks for a property of a tensor.
@@ -393,7 +403,7 @@ class Tracer(TorchDispatchMode):
             category = TEMPORARIES
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                for storage in _storages(tensor):
+                for storage in storages(tensor):
                     self._track(storage, category, module=module)
         return result
 
@@ -431,20 +441,6 @@ class Tracer(TorchDispatchMode):
 
 
 # Storages
-
-
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of a tensor, those of its shards if it is a DTensor."""
-    wrapper: Any = tensor
-    if is_traceable_wrapper_subclass(wrapper):
-        names, _ = wrapper.__tensor_flatten__()
-        for name in names:
-            value = getattr(wrapper, name)
-            # A DTensor has its mesh there, too.
-            if isinstance(value, Tensor):
-                yield from _storages(value)
-    elif tensor.layout == torch.strided:
-        yield tensor.untyped_storage()
 
 
 @contextmanager
@@ -497,6 +493,10 @@ def _operator(
                     written[id(leaf)] = leaf
         written_bytes = sum(_nbytes(tensor) for tensor in written.values())
     dtype = next((tensor.dtype for tensor in outputs if tensor.is_floating_point()), None)
+    call = None
+    if all(tensor.layout == torch.strided for tensor in inputs):
+        # A sparse tensor can't be made without its values.
+        call = Call.of(func, args, kwargs)
     return Operator(
         str(func),
         module,
@@ -507,7 +507,7 @@ def _operator(
         dtype,
         tuple(tuple(tensor.shape) for tensor in inputs),
         recomputed,
-        call=Call.of(func, args, kwargs),
+        call=call,
     )
 
 
@@ -540,5 +540,5 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 def _nbytes(tensor: Tensor) -> int:
     """Return the bytes that a tensor's elements take: those of an expanded one, or of a view, are counted once."""
     if tensor.layout != torch.strided:
-        return 0
+        return sum(storage.nbytes() for storage in storages(tensor))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -36,6 +36,8 @@ _WITHOUT = (
     "aten.ones",
     "aten.zero",
 )
+# Arguments that only the library that wrote them understands: with other bytes it crashes, as oneDNN's LSTM does.
+_OPAQUE = frozenset(("workspace", "reserve"))
 # A workspace is assumed to be at most this many times what the operator reads and writes.
 _MOST = 3
 # Larger operators aren't run: that would take the memory and the time of a training.
@@ -71,6 +73,8 @@ def _most_bytes(operator: Operator) -> int:
         return 0
     if operator.name.startswith(_WITHOUT) or operator.read_bytes + operator.written_bytes > _LARGEST_BYTES:
         return 0
+    if any(argument.name in _OPAQUE for argument in call.operator._schema.arguments):
+        return 0
     if operator.name.startswith(_PRODUCTS) and operator.dtype in _WHOLE_TYPES:
         return 0
     if torch.Tag.pointwise in call.operator.tags and not call.mixes_types:
@@ -79,12 +83,16 @@ def _most_bytes(operator: Operator) -> int:
 
 
 def _workspace_bytes(call: Call) -> int:
-    """Make the call; return the most that it takes, beyond what it leaves."""
+    """Make the call; return the most that it takes, beyond what it leaves; 0 if it refuses the values that it gets."""
     arguments, keywords = call.arguments()
     # Otherwise it prints that it found no GPU, and when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = call.operator(*arguments, **keywords)
+    try:
+        with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            result = call.operator(*arguments, **keywords)
+    except Exception:
+        # Such as sequences of length 0, or a matrix that has no inverse.
+        return 0
     most = 0
     total = 0
     for _, change in sorted(memory_events(profiler)):

@@ -21,6 +21,7 @@ from framework.jobs.plan.step import NeedsValuesError, PreparedStep, prepared_st
 from framework.jobs.plan.trace import WEIGHTS
 from framework.jobs.tune.sizes import Forecast
 from framework.jobs.tune.steps import tuned_config
+from framework.launch.rank_environment import become_first_rank
 
 # The first sizes that are traced. With fewer samples, the peak may lie in the update, whatever their number.
 _FIRST_SIZES = (8, 64)
@@ -42,6 +43,7 @@ def forecast_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     config = parse(arguments["config"])
     topology = Topology(**arguments["topology"])
+    become_first_rank(config.launcher, topology)
     try:
         forecast = _forecast(config, topology)
     except NeedsValuesError:

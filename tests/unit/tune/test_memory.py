@@ -15,8 +15,17 @@ MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
 
 
+# `raise error from error` makes it its own cause.
+ITSELF = RuntimeError("raised again")
+
+
 def caused(error: Exception, cause: Exception) -> Exception:
     error.__cause__ = cause
+    return error
+
+
+def while_handled(error: Exception, first: Exception) -> Exception:
+    error.__context__ = first
     return error
 
 
@@ -30,6 +39,8 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (caused(RunError("Samples [0] of the train dataset don't make a batch"), MemoryError()), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 5x1)"), False),
         (caused(RunError("Sample 3 raised"), ValueError("out of memory")), False),
+        (while_handled(KeyError("retries"), torch.OutOfMemoryError("CUDA out of memory.")), True),
+        (caused(ITSELF, ITSELF), False),
     ],
     ids=str,
 )
