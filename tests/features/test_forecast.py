@@ -230,6 +230,12 @@ def test_an_optimizer_whose_state_grows_has_a_note(forecast):
     assert "The optimizer's state isn't known before training, so the peak may be much higher." in found["notes"]
 
 
+def test_the_largest_batch_is_known_for_replicas_that_differ(forecast):
+    # With 4 samples a step takes no more than with 2.
+    found = forecast("recipe=toy", "plan.device=t4", "trainer.gpus=2", "strategy=local_sgd", "data.batch_size=2")
+    assert found["largest_batch"] > 1_000_000
+
+
 def test_a_pipeline_has_no_forecast(forecast):
     staged = ("model.tie_weights=false", "strategy=pipeline", "topology.procs_per_node=2", "trainer.gpus=0")
     found = forecast("recipe=gpt_char", *staged, "plan.device=h100")

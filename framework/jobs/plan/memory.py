@@ -42,6 +42,8 @@ _FLOPS_PER_BYTE = 10
 _FLOPS_PER_BYTE_IN_HALF = 40
 # Traces made to find the largest batch.
 _MAX_SEARCHES = 3
+# How many times as large the next one is, if the batch hasn't decided the peak.
+_MUCH_LARGER = 64
 # CPU seconds after which no further change is traced.
 _CHANGES_S = 20.0
 # The most CPU seconds of steps with real tensors.
@@ -295,12 +297,13 @@ class StepMemory:
         high_bytes = self._bytes_with(high)
         try:
             for search in range(_MAX_SEARCHES):
+                slope = (high_bytes - low_bytes) / (high - low)
                 if search == 0:
                     guess = 2 * high
+                elif slope <= 0:
+                    # The peak of small batches lies in the update, whatever their size.
+                    guess = _MUCH_LARGER * high
                 else:
-                    slope = (high_bytes - low_bytes) / (high - low)
-                    if slope <= 0:
-                        return None
                     guess = int(high + (limit_bytes - high_bytes) / slope)
                 if guess in (low, high):
                     break
@@ -312,9 +315,11 @@ class StepMemory:
             # The user's model may need as many samples as it got.
             self._notes.append(f"The largest batch isn't known: {describe_error(error)}")
             return None
+        slope = (high_bytes - low_bytes) / (high - low)
+        if slope <= 0:
+            return None
         if high_bytes <= limit_bytes:
             return high
-        slope = (high_bytes - low_bytes) / (high - low)
         return max(0, int(high - (high_bytes - limit_bytes) / slope))
 
     def _bytes_with(self, samples: int) -> int:
