@@ -189,7 +189,11 @@ def call_in_child(
                 )
             answer: dict[str, Any] | FrameworkError = connection.recv()
         except EOFError:
-            raise RunError(f"The process that was to {purpose} ended without an answer; its error is above.") from None
+            status = server.next_event()["status"]
+            how = "ended without an answer; its error is above"
+            if status < 0:
+                how = f"was killed by {signal.Signals(-status).name}"
+            raise RunError(f"The process that was to {purpose} {how}.") from None
         finally:
             left = server.await_end()
             if left:

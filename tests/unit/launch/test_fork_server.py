@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from framework.errors import LaunchError
+from framework.errors import LaunchError, RunError
 from tests.helpers import processes
-from tests.helpers.internals import Child, ForkServer, Message, OwnForkServer, RunServer
+from tests.helpers.internals import Child, ForkServer, Message, OwnForkServer, RunServer, call_in_child
 from tests.helpers.stopping import wait_until
 
 DEADLINE_S = 60.0
@@ -155,3 +155,13 @@ def test_a_child_cleans_up_only_what_it_has_made(tmp_path: Path, monkeypatch: py
                 assert not Path(own).exists()
     (folder,) = kept
     assert Path(folder).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [("signal:raise_signal", "was killed by SIGSEGV."), ("math:sqrt", "ended without an answer; its error is above.")],
+)
+def test_how_a_child_has_ended_is_said(entry: str, says: str) -> None:
+    arguments: Any = signal.SIGSEGV if entry.startswith("signal") else -1.0
+    with closing(OwnForkServer(())) as parent, pytest.raises(RunError, match=says):
+        call_in_child(parent, entry, arguments, timeout_s=DEADLINE_S)
