@@ -148,7 +148,11 @@ def _how_it_ended(recipe: str, results: Mapping[str, Any], status: int) -> str:
 def _nothing_trained(record: Mapping[str, Any]) -> list[str]:
     """Return a line if the run was resumed, or branched off, at the step at which it ends."""
     results = record["results"]
-    begun = record[SEGMENTS][-1]["step"]
+    segments = record.get(SEGMENTS)
+    if not segments:
+        # An earlier version has trained it.
+        return []
+    begun = segments[-1]["step"]
     if begun == 0 or results["steps"] != begun:
         return []
     line = f"  No step was trained: the run had made {format_count(begun, 'step')} when this command began"

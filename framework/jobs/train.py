@@ -6,19 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.checkpoint.layout import LAST, step_of
+from framework.checkpoint import find
+from framework.checkpoint.layout import step_of
 from framework.command.job import Job
 from framework.command.messages import training_summary
 from framework.command.request import Request
 from framework.config.checks import validation_mistakes
 from framework.config.find_run import run_of
+from framework.config.mistakes import raise_mistakes
 from framework.config.overrides import path_argument
 from framework.config.schema import Config
 from framework.config.written import load_written_config
 from framework.data.skipping import late_changes
+from framework.errors import CheckpointError, ConfigError
 from framework.runs.segments import rolled_back_steps
 from framework.system.formatting import display_path
-from framework.system.run_dir import RunDir
+from framework.system.run_dir import RunDir, read_object
 
 if TYPE_CHECKING:
     from framework.launch.plan import MonitorLink, RankArguments
@@ -32,9 +35,12 @@ class Train(Job):
     forecast_step = "framework.jobs.plan.estimate:estimate"
 
     def mistakes(self, config: Config) -> Iterator[str]:
-        yield from validation_mistakes(config)
-        if config.resume is not None:
-            yield from _late_skips(config, Path(config.resume))
+        return validation_mistakes(config)
+
+    def check(self, request: Request) -> None:
+        super().check(request)
+        if request.config.resume is not None:
+            raise_mistakes(list(_late_skips(request.config, Path(request.config.resume))))
 
     def title(self, config: Config) -> str:
         return "Training" if config.resume is None else "Resuming"
@@ -55,13 +61,15 @@ def _late_skips(config: Config, resumed: Path) -> Iterator[str]:
 
     resumed: the run, or its checkpoint.
     """
-    run_dir = run_of(resumed)
-    checkpoint = resumed
-    if step_of(resumed.name) is None:
-        checkpoint = (run_dir.checkpoints / LAST).resolve()
+    try:
+        run_dir = run_of(resumed)
+        checkpoint = find(resumed)
+    except (ConfigError, CheckpointError):
+        # A branch that is about to begin has no record yet. What is wrong with a checkpoint is said when it is loaded.
+        return
     step = step_of(checkpoint.name) or 0
     before = load_written_config(run_dir)["data"]
-    rolled_back = rolled_back_steps(run_dir.read_run())
+    rolled_back = rolled_back_steps(read_object(run_dir.run_file) or {})
     for change in late_changes(before, config.data, step=step, rolled_back=rolled_back):
         again = f"job=branch {path_argument('run', display_path(run_dir.path))} step={change.last_step}"
         if change.last_step == 0:
