@@ -26,7 +26,8 @@ class Demanding:
         x, y = batch
         loss = torch.nn.functional.mse_loss(model(x), y)
         is_last = int(os.environ.get("RANK", "-1")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
-        if self.steps == 3 and is_last:
+        # The tensors of the forecast take no memory.
+        if self.steps == 3 and is_last and type(loss) is torch.Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return StepOutput(loss, len(x))
 
