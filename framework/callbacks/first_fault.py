@@ -448,10 +448,10 @@ def _length(batch: Mapping[str, Any], row: int) -> int | None:
         if entry.ndim not in (1, 2) or row >= len(entry):
             # One mask for all samples, or one for each pair of places.
             continue
-        length = float(entry[row].sum())
-        # A mask that is added to attention's scores has -inf, or a large negative number, for padding.
-        if math.isfinite(length) and length >= 0:
-            return int(length)
+        # A mask that is added to attention's scores has 0 for tokens, and a large negative number for padding.
+        is_added = entry.is_floating_point() and bool((entry <= 0).all())
+        if not is_added:
+            return int(entry[row].sum())
     return None
 
 

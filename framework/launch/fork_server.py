@@ -26,7 +26,7 @@ from framework.launch.run_server import RunServer, serve_run
 from framework.system.hardware import openmp_environment
 from framework.system.orphans import left_behind
 from framework.system.output import tolerant_output
-from framework.system.signals import STOP_SIGNALS, catching_signals, die_with_parent
+from framework.system.signals import STOP_SIGNALS, catching_signals, die_with_parent, shown_signal
 
 # The modules that ranks need, the heaviest first.
 PRELOAD = (
@@ -192,7 +192,7 @@ def call_in_child(
             status = server.next_event()["status"]
             how = "ended without an answer; its error is above"
             if status < 0:
-                how = f"was killed by {signal.Signals(-status).name}"
+                how = f"was killed by {shown_signal(-status)}"
             raise RunError(f"The process that was to {purpose} {how}.") from None
         finally:
             left = server.await_end()

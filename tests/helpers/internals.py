@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from framework.api import call as call_module
     from framework.callbacks import timer as timer_module
+    from framework.callbacks.first_fault import sample_of
     from framework.callbacks.profiler import TorchProfiler
     from framework.callbacks.spikes import Usual
     from framework.callbacks.time_shares import PARTS, PhaseMark, Span, time_shares

@@ -168,7 +168,10 @@ def _first_difference(repetitions: Sequence[Repeated]) -> dict[str, Any] | None:
         # What one run began with is no step of it.
         steps -= {*begun}
     for step in sorted(steps):
-        difference = _of_step([[rank[step] for rank in of_run if step in rank] for of_run in of_runs])
+        step_of_runs = []
+        for of_run in of_runs:
+            step_of_runs.append([rank[step] for rank in of_run if step in rank])
+        difference = _of_step(step_of_runs)
         if difference is not None:
             return {"step": step, **difference}
     return None
